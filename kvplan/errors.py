@@ -1,0 +1,63 @@
+"""What can go wrong, for people.
+
+    KvplanError            what is wrong, where, and what would mend it
+    ├── InputError         wrong input or usage (exit code 2)
+    └── DoesNotFit         a true "no": the engine would not start (exit code 1)
+
+Any other exception is a bug in kvplan and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class KvplanError(Exception):
+    """An error that a user can act on.
+
+    ``what`` says what is wrong and quotes the value, ``where`` names the place (file:line, field or
+    flag), ``hint`` says what would mend it.
+    """
+
+    exit_code = 2
+
+    def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
+        super().__init__(what)
+        self.what = what
+        self.where = where
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.what} ({self.where})" if self.where else self.what
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The error as the JSON contract prints it, under the key ``error``."""
+        return {"message": self.what, "where": self.where, "hint": self.hint}
+
+
+class InputError(KvplanError):
+    """Wrong input or usage: a file, a flag, a name."""
+
+
+class DoesNotFit(KvplanError):
+    """Not a mistake but an answer: the engine would refuse to start with these settings."""
+
+    exit_code = 1
+
+
+def unknown_name(
+    kind: str, name: str, known: Iterable[str], *, where: str | None = None, listing: str
+) -> InputError:
+    """The error for a name that is in no catalogue, with the nearest names that are.
+
+    ``listing`` is the command or place that lists all of them.
+    """
+    names = sorted(set(known))
+    near = difflib.get_close_matches(name.casefold(), [n.casefold() for n in names], n=3, cutoff=0.5)
+    by_fold = {n.casefold(): n for n in names}
+    if near:
+        hint = f"did you mean {' or '.join(by_fold[n] for n in near)}? {listing} lists all"
+    else:
+        hint = f"{listing} lists all"
+    return InputError(f'unknown {kind} "{name}"', where=where, hint=hint)
