@@ -1,0 +1,58 @@
+"""Which blocks hold equal tokens, told from symbolic content without any token list."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from hashlib import blake2b
+
+from kvplan.core.request import Segment
+
+BlockHash = bytes
+
+
+def join_segments(segments: Iterable[Segment]) -> Iterator[Segment]:
+    """The same tokens in the fewest segments: neighbours that continue each other become one.
+
+    The result depends on the tokens alone, so equal contents give equal segments.
+    """
+    current: Segment | None = None
+    for segment in segments:
+        if segment.length == 0:
+            continue
+        if (
+            current is not None
+            and segment.stream == current.stream
+            and segment.start == current.start + current.length
+        ):
+            current = Segment(current.stream, current.start, current.length + segment.length)
+            continue
+        if current is not None:
+            yield current
+        current = segment
+    if current is not None:
+        yield current
+
+
+def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[BlockHash]:
+    """The hash of each full block in turn, lazily; a tail that fills no block has none.
+
+    A hash covers the block and all before it, so equal hashes mean equal whole prefixes (vLLM 0.33,
+    v1/core/kv_cache_utils.py ``hash_block_tokens``; here over segments, not token ids). 128 bits: two
+    of 10^9 different prefixes collide with a chance below 10^-20. O(1) for each block and segment.
+    """
+    parent = b""
+    pieces: list[str] = []
+    room = block_size
+    for stream, start, length in join_segments(segments):
+        label = f"{len(stream)}:{stream}@"  # length first, so that no name can imitate another
+        while length >= room:
+            pieces.append(f"{label}{start}+{room}")
+            parent = blake2b(parent + "".join(pieces).encode(), digest_size=16).digest()
+            yield parent
+            pieces.clear()
+            start += room
+            length -= room
+            room = block_size
+        if length:
+            pieces.append(f"{label}{start}+{length}")
+            room -= length

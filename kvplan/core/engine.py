@@ -1,0 +1,173 @@
+"""What every engine takes and gives: settings in, turns out.
+
+An engine has ``add(request)``, ``turn(max_steps)`` and ``is_idle``. It decides; it knows neither models nor
+time, which ``simulate`` brings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kvplan.core.content import BlockHash
+from kvplan.core.request import Request
+from kvplan.errors import DoesNotFit, InputError
+
+Policy = Literal["fcfs", "priority"]
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Settings of the scheduler and block pool, by vLLM's names.
+
+    ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
+    Defaults are vLLM 0.33's.
+    """
+
+    num_gpu_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+    enable_prefix_caching: bool = True
+    enable_chunked_prefill: bool = True
+    long_prefill_token_threshold: int = 0
+    long_prefill_token_threshold_adaptive: bool = False
+    policy: Policy = "fcfs"
+    watermark: float = 0.0
+    scheduler_reserve_full_isl: bool = True
+    max_num_active_seqs: int | None = None
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that can hold tokens: all but the null block."""
+        return self.num_gpu_blocks - 1
+
+    def check(self) -> None:
+        """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
+
+        Raises `InputError` for settings that contradict each other and `DoesNotFit` for a pool that
+        cannot hold one sequence of ``max_model_len``.
+        """
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise InputError(
+                f"max_num_batched_tokens {self.max_num_batched_tokens} is below max_num_seqs {self.max_num_seqs}",
+                where="--max-num-batched-tokens",
+                hint="raise it, or lower --max-num-seqs",
+            )
+        if self.max_num_active_seqs is not None and self.max_num_active_seqs > self.max_num_seqs:
+            raise InputError(
+                f"max_num_active_seqs {self.max_num_active_seqs} is above max_num_seqs {self.max_num_seqs}",
+                where="max_num_active_seqs",
+                hint="lower it, or raise --max-num-seqs",
+            )
+        if self.long_prefill_token_threshold > self.max_model_len:
+            raise InputError(
+                f"long_prefill_token_threshold {self.long_prefill_token_threshold} is above "
+                f"max_model_len {self.max_model_len}",
+                where="--long-prefill-token-threshold",
+                hint="lower it",
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < self.max_model_len:
+            raise InputError(
+                f"without chunked prefill max_num_batched_tokens {self.max_num_batched_tokens} must reach "
+                f"max_model_len {self.max_model_len}",
+                where="--no-enable-chunked-prefill",
+                hint="raise --max-num-batched-tokens or lower --max-model-len",
+            )
+        needed = -(-self.max_model_len // self.block_size)
+        if needed > self.usable_blocks:
+            raise DoesNotFit(
+                f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
+                f"{needed:,} blocks, the pool has {max(self.usable_blocks, 0):,} usable",
+                where="--max-model-len",
+                hint=f"at most --max-model-len {max(self.usable_blocks, 0) * self.block_size} fits",
+            )
+
+
+class Sequence:
+    """A request's life in an engine. Token counts; ``num_tokens`` is prompt plus tokens sampled so far.
+
+    ``computed`` tokens have their KV in ``blocks``; ``high_water`` is the most that ever were.
+    """
+
+    __slots__ = (
+        "block_hashes",
+        "blocks",
+        "cached",
+        "computed",
+        "final_tokens",
+        "high_water",
+        "id",
+        "max_tokens",
+        "num_preemptions",
+        "num_tokens",
+        "pending_hashes",
+        "queue_key",
+        "request",
+    )
+
+    def __init__(self, request: Request, queue_key: tuple[int, int], max_model_len: int) -> None:
+        self.request = request
+        self.id = request.id
+        self.queue_key = queue_key
+        self.num_tokens = request.input_tokens
+        self.max_tokens = min(request.input_tokens + request.output_tokens, max_model_len)
+        # The last sampled token is never computed.
+        self.final_tokens = self.max_tokens - 1
+        self.computed = 0
+        self.high_water = 0
+        self.num_preemptions = 0
+        self.blocks: list[int] = []
+        self.cached = 0
+        self.block_hashes: list[BlockHash] = []
+        self.pending_hashes: Iterator[BlockHash] = iter(())
+
+
+@dataclass(slots=True)
+class StepWork:
+    """What one step computes, as far as its time depends on it.
+
+    ``decode_context`` is the sum over decoding sequences of the tokens each attends to (itself
+    included); ``chunks`` lists ``(tokens computed before, tokens computed now)`` for each prompt chunk.
+    """
+
+    decodes: int = 0
+    decode_context: int = 0
+    chunks: list[tuple[int, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class Turn:
+    """What an engine did in one step.
+
+    Counts taken after scheduling: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used by more
+    than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of them
+    that their owner will fill). ``free_blocks_end`` is taken after the finished were freed.
+    """
+
+    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
+    admitted: list[Sequence] = field(default_factory=list)
+    resumed: list[Sequence] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+    prefix_hits: list[tuple[Sequence, int]] = field(default_factory=list)
+    sampled: list[Sequence] = field(default_factory=list)
+    finished: list[Sequence] = field(default_factory=list)
+    evicted_blocks: list[int] = field(default_factory=list)
+    new_blocks: dict[Sequence, list[int]] = field(default_factory=dict)
+    work: StepWork = field(default_factory=StepWork)
+    scheduled_tokens: int = 0
+    recomputed_tokens: int = 0
+    free_blocks: int = 0
+    free_blocks_end: int = 0
+    running: int = 0
+    waiting: int = 0
+    shared_blocks: int = 0
+    empty_slots: int = 0
+    reserved_slots: int = 0
+
+    @property
+    def is_dead(self) -> bool:
+        """Whether nothing was planned and nobody was preempted: nothing can move."""
+        return not self.scheduled and not self.preempted

@@ -1,0 +1,513 @@
+"""Folds turns into the figures of docs/metrics.md, exactly, in whole ticks and blocks."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence as Seq
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import accumulate
+
+from kvplan.core.engine import Turn
+from kvplan.core.request import Request
+
+
+@dataclass(slots=True)
+class RequestRecord:
+    """What happened to one request. Times are ticks, None until they come."""
+
+    request: Request
+    measured: bool = True
+    rejected_for: str | None = None
+    admitted: int | None = None
+    first_token: int | None = None
+    last_token: int | None = None
+    finished: int | None = None
+    output_tokens: int = 0
+    hit_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    preemptions: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Distribution:
+    """A set of values: how many, mean and percentiles (linear interpolation between order statistics)."""
+
+    count: int
+    mean: float | None = None
+    p50: float | None = None
+    p90: float | None = None
+    p95: float | None = None
+    p99: float | None = None
+    max: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestCounts:
+    """How the requests ended. ``truncated`` ones finished at max_model_len, short of what they asked."""
+
+    total: int
+    finished: int
+    rejected: int
+    unfinished: int
+    truncated: int
+    reject_reasons: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Utilization:
+    """Referenced over usable blocks, over time."""
+
+    mean: float | None
+    p50: float | None
+    p95: float | None
+    max: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KvFigures:
+    """The KV pool over time; the four shares sum to 1."""
+
+    num_gpu_blocks: int
+    block_size: int
+    utilization: Utilization
+    token_share: float | None
+    internal_fragmentation: float | None
+    reserved_share: float | None
+    external_fragmentation: float | None
+    peak_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFigures:
+    """Queue lengths after scheduling; means over time."""
+
+    running_mean: float | None
+    running_max: int
+    waiting_mean: float | None
+    waiting_max: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixCacheFigures:
+    """Prompt tokens found in the cache at first admissions, and what the cache went through."""
+
+    enabled: bool
+    queried_tokens: int
+    hit_tokens: int
+    hit_rate: float | None
+    resumed_hit_tokens: int
+    evicted_blocks: int
+    peak_shared_blocks: int
+    copied_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class PreemptionFigures:
+    """Preemptions: events, requests that had one, tokens computed again, blocks swapped."""
+
+    events: int
+    requests: int
+    recomputed_tokens: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class Throughput:
+    """Finished requests and their tokens over the length of the window."""
+
+    requests_per_s: float | None
+    input_tokens_per_s: float | None
+    output_tokens_per_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyFigures:
+    """Times of requests, in seconds."""
+
+    percentile_method: str
+    ttft_s: Distribution
+    tpot_s: Distribution
+    itl_s: Distribution
+    e2e_s: Distribution
+    queue_s: Distribution
+    model: dict[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """Latency goals in seconds; None is no goal."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+
+    @property
+    def is_stated(self) -> bool:
+        """Whether any goal is set."""
+        return (self.ttft_s, self.tpot_s, self.e2e_s) != (None, None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Requests that met every stated goal: per second, and as a share of all that arrived."""
+
+    requests_per_s: float | None
+    share: float | None
+    slo: Slo
+
+
+class Metrics:
+    """Figures of one run. Times come in ticks; ``seconds_per_tick`` None leaves every ``_s`` unknown.
+
+    The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
+    a finish is held back until the next one, since only then it is known to lie in W.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_gpu_blocks: int,
+        block_size: int,
+        prefix_caching: bool,
+        seconds_per_tick: Fraction | None,
+        warmup: int = 0,
+    ) -> None:
+        self.num_gpu_blocks = num_gpu_blocks
+        self.usable_blocks = num_gpu_blocks - 1
+        self.block_size = block_size
+        self.prefix_caching = prefix_caching
+        self.seconds_per_tick = seconds_per_tick
+        self.warmup = warmup
+        self.records: dict[str, RequestRecord] = {}
+        self.window_start: int | None = None
+        self.window_end: int | None = None
+        self.steps = 0
+        self.scheduled_tokens = 0
+        self.recomputed_tokens = 0
+        self.preemption_events = 0
+        self.evicted_blocks = 0
+        self._gaps: dict[int, int] = {}
+        # Since the last finish: (ticks, used blocks, running, waiting, empty, reserved, shared) and the
+        # ticks that arrivals waited before the step that first counted them.
+        self._held: list[tuple[int, int, int, int, int, int, int]] = []
+        self._held_waiting = 0
+        # Of the window so far.
+        self._ticks_at: dict[int, int] = {}
+        self._running_ticks = self._waiting_ticks = self._empty_ticks = self._reserved_ticks = 0
+        self._running_max = self._waiting_max = self._shared_max = 0
+
+    # Folding
+
+    def arrive(self, request: Request, now: int, *, rejected_for: str | None) -> None:
+        """Note an arrival; it has waited from its arrival until ``now``, when the next step is scheduled."""
+        if self.window_start is None:
+            self.window_start = request.arrival + self.warmup
+        record = RequestRecord(request, request.arrival >= self.window_start, rejected_for)
+        self.records[request.id] = record
+        if rejected_for is None:
+            self._held_waiting += self._overlap(request.arrival, now)
+
+    def idle(self, start: int, end: int) -> None:
+        """Note a gap in which nothing is live."""
+        self._hold(start, end, 0, 0, 0, 0, 0, 0)
+
+    def fold(self, turn: Turn, start: int, end: int) -> None:
+        """Note a step scheduled at ``start`` whose output is there at ``end``."""
+        self.steps += 1
+        used = self.usable_blocks - turn.free_blocks
+        self._hold(
+            start,
+            end,
+            used,
+            turn.running,
+            turn.waiting,
+            turn.empty_slots,
+            turn.reserved_slots,
+            turn.shared_blocks,
+        )
+        self.scheduled_tokens += turn.scheduled_tokens
+        self.recomputed_tokens += turn.recomputed_tokens
+        self.preemption_events += len(turn.preempted)
+        self.evicted_blocks += len(turn.evicted_blocks)
+        records = self.records
+        for sequence in turn.preempted:
+            records[sequence.id].preemptions += 1
+        for sequence, hit_tokens in turn.prefix_hits:
+            record = records[sequence.id]
+            if record.admitted is None:
+                record.admitted = start
+                record.hit_tokens = hit_tokens
+            else:
+                record.resumed_hit_tokens += hit_tokens
+        self._fold_tokens(turn, end)
+        for sequence in turn.finished:
+            records[sequence.id].finished = end
+        if turn.finished:
+            self.window_end = end
+            self._release_held()
+
+    def _fold_tokens(self, turn: Turn, end: int) -> None:
+        gaps = self._gaps
+        for sequence in turn.sampled:
+            record = self.records[sequence.id]
+            record.output_tokens += 1
+            if record.last_token is None:
+                record.first_token = end
+            elif record.measured:
+                gap = end - record.last_token
+                gaps[gap] = gaps.get(gap, 0) + 1
+            record.last_token = end
+
+    def _overlap(self, start: int, end: int) -> int:
+        """Ticks of start..end that lie in the window, as far as its start is concerned."""
+        assert self.window_start is not None, "time begins with an arrival"
+        return max(0, end - max(start, self.window_start))
+
+    def _hold(
+        self,
+        start: int,
+        end: int,
+        used: int,
+        running: int,
+        waiting: int,
+        empty: int,
+        reserved: int,
+        shared: int,
+    ) -> None:
+        if self.window_start is None:
+            return  # before the first arrival
+        ticks = self._overlap(start, end)
+        if ticks:
+            self._held.append((ticks, used, running, waiting, empty, reserved, shared))
+
+    def _release_held(self) -> None:
+        ticks_at = self._ticks_at
+        for ticks, used, running, waiting, empty, reserved, shared in self._held:
+            ticks_at[used] = ticks_at.get(used, 0) + ticks
+            self._running_ticks += running * ticks
+            self._waiting_ticks += waiting * ticks
+            self._empty_ticks += empty * ticks
+            self._reserved_ticks += reserved * ticks
+            self._running_max = max(self._running_max, running)
+            self._waiting_max = max(self._waiting_max, waiting)
+            self._shared_max = max(self._shared_max, shared)
+        self._held.clear()
+        self._waiting_ticks += self._held_waiting
+        self._held_waiting = 0
+
+    # Figures
+
+    @property
+    def window_ticks(self) -> int:
+        """Length of the window; 0 if nothing finished in it."""
+        if self.window_start is None or self.window_end is None:
+            return 0
+        return max(0, self.window_end - self.window_start)
+
+    @property
+    def duration_s(self) -> float | None:
+        """Seconds from the first arrival, warm-up included, to the last finish."""
+        if self.window_start is None or self.window_end is None:
+            return None
+        return self._seconds(self.window_end - self.window_start + self.warmup)
+
+    def request_counts(self) -> RequestCounts:
+        """How the requests ended."""
+        reasons: dict[str, int] = {}
+        finished = truncated = 0
+        for record in self.records.values():
+            if record.rejected_for:
+                reasons[record.rejected_for] = reasons.get(record.rejected_for, 0) + 1
+            elif record.finished is not None:
+                finished += 1
+                truncated += record.output_tokens < record.request.output_tokens
+        rejected = sum(reasons.values())
+        total = len(self.records)
+        return RequestCounts(
+            total, finished, rejected, total - finished - rejected, truncated, dict(sorted(reasons.items()))
+        )
+
+    def kv_figures(self) -> KvFigures:
+        """The pool over time."""
+        window = self.window_ticks
+        levels = sorted(self._ticks_at)
+        block_ticks = sum(used * self._ticks_at[used] for used in levels)
+        slot_ticks = block_ticks * self.block_size
+        empty, reserved = self._empty_ticks, self._reserved_ticks
+
+        def share(part: int) -> float | None:
+            return part / slot_ticks if slot_ticks else None
+
+        def level(percent: int) -> float | None:
+            """The smallest utilization such that the time at or below it reaches the percentage of W."""
+            sums = accumulate(self._ticks_at[used] for used in levels)
+            reached = (u for u, ticks in zip(levels, sums, strict=True) if 100 * ticks >= percent * window)
+            return next(reached) / self.usable_blocks if window else None
+
+        peak = levels[-1] if levels else 0
+        return KvFigures(
+            num_gpu_blocks=self.num_gpu_blocks,
+            block_size=self.block_size,
+            utilization=Utilization(
+                mean=block_ticks / (self.usable_blocks * window) if window else None,
+                p50=level(50),
+                p95=level(95),
+                max=peak / self.usable_blocks if window else None,
+            ),
+            token_share=share(slot_ticks - empty),
+            internal_fragmentation=share(empty - reserved),
+            reserved_share=share(reserved),
+            external_fragmentation=share(0),  # a pool of equal blocks has no holes too small
+            peak_blocks=peak,
+        )
+
+    def batch_figures(self) -> BatchFigures:
+        """Queue lengths over time."""
+        window = self.window_ticks
+        return BatchFigures(
+            running_mean=self._running_ticks / window if window else None,
+            running_max=self._running_max,
+            waiting_mean=self._waiting_ticks / window if window else None,
+            waiting_max=self._waiting_max,
+        )
+
+    def prefix_cache_figures(self) -> PrefixCacheFigures:
+        """Hits at first admissions of measured requests."""
+        seen = [r for r in self.records.values() if r.measured and r.admitted is not None]
+        queried = sum(r.request.input_tokens for r in seen) if self.prefix_caching else 0
+        hit = sum(r.hit_tokens for r in seen)
+        return PrefixCacheFigures(
+            enabled=self.prefix_caching,
+            queried_tokens=queried,
+            hit_tokens=hit,
+            hit_rate=hit / queried if queried else None,
+            resumed_hit_tokens=sum(r.resumed_hit_tokens for r in seen),
+            evicted_blocks=self.evicted_blocks,
+            peak_shared_blocks=self._shared_max,
+            copied_blocks=0,  # vLLM never copies a block: only full ones are shared
+        )
+
+    def preemption_figures(self) -> PreemptionFigures:
+        """Preemptions over the whole run."""
+        return PreemptionFigures(
+            events=self.preemption_events,
+            requests=sum(1 for r in self.records.values() if r.preemptions),
+            recomputed_tokens=self.recomputed_tokens,
+            swapped_out_blocks=0,  # the V1 engine preempts by recomputing only
+            swapped_in_blocks=0,
+        )
+
+    def throughput(self) -> Throughput:
+        """Rates of what finished in the window."""
+        finished = self._finished_in_window()
+        return Throughput(
+            requests_per_s=self._rate(len(finished)),
+            input_tokens_per_s=self._rate(sum(r.request.input_tokens for r in finished)),
+            output_tokens_per_s=self._rate(sum(r.output_tokens for r in finished)),
+        )
+
+    def latency(self, model: dict[str, object]) -> LatencyFigures:
+        """Latencies of measured requests, as far as each got."""
+        seen = [r for r in self.records.values() if r.measured]
+        return LatencyFigures(
+            percentile_method="linear interpolation between order statistics, exact",
+            ttft_s=self._distribution(map(ttft_ticks, seen)),
+            tpot_s=self._distribution(map(tpot_ticks, seen)),
+            itl_s=self._gap_distribution(),
+            e2e_s=self._distribution(map(e2e_ticks, seen)),
+            queue_s=self._distribution(map(queue_ticks, seen)),
+            model=model,
+        )
+
+    def goodput(self, slo: Slo) -> Goodput | None:
+        """Requests that met every goal; None if no goal is stated, unknown figures without a clock."""
+        if not slo.is_stated:
+            return None
+        if self.seconds_per_tick is None:
+            return Goodput(None, None, slo)
+        arrived = [r for r in self.records.values() if r.measured]
+        good = sum(1 for r in arrived if self._meets(r, slo))
+        return Goodput(self._rate(good), good / len(arrived) if arrived else None, slo)
+
+    def _meets(self, record: RequestRecord, slo: Slo) -> bool:
+        if record.finished is None:
+            return False
+        times = (ttft_ticks(record), tpot_ticks(record), e2e_ticks(record))
+        for ticks, goal in zip(times, (slo.ttft_s, slo.tpot_s, slo.e2e_s), strict=True):
+            seconds = None if ticks is None else self._seconds(ticks)
+            if goal is not None and seconds is not None and seconds > goal:
+                return False
+        return True
+
+    def _finished_in_window(self) -> list[RequestRecord]:
+        start = self.window_start
+        return [
+            r
+            for r in self.records.values()
+            if r.finished is not None and start is not None and r.finished >= start
+        ]
+
+    def _seconds(self, ticks: float) -> float | None:
+        scale = self.seconds_per_tick
+        return None if scale is None else ticks * scale.numerator / scale.denominator
+
+    def _rate(self, count: int) -> float | None:
+        window_s = self._seconds(self.window_ticks)
+        return count / window_s if window_s else None
+
+    def _distribution(self, ticks: Iterable[float | None]) -> Distribution:
+        ordered = sorted(t for t in ticks if t is not None)
+        return self._summary(ordered, range(1, len(ordered) + 1), sum(ordered))
+
+    def _gap_distribution(self) -> Distribution:
+        ordered = sorted(self._gaps)
+        ends = list(accumulate(self._gaps[gap] for gap in ordered))
+        return self._summary(ordered, ends, sum(gap * count for gap, count in self._gaps.items()))
+
+    def _summary(self, ordered: Seq[float], ends: Seq[int], total: float) -> Distribution:
+        """The distribution of sorted values of which the i-th stands at places ``ends[i-1] .. ends[i]-1``."""
+        count = ends[-1] if ends else 0
+        if not count or self.seconds_per_tick is None:
+            return Distribution(count)
+        p50, p90, p95, p99 = (self._seconds(percentile(ordered, ends, p)) for p in (50, 90, 95, 99))
+        return Distribution(count, self._seconds(total / count), p50, p90, p95, p99, self._seconds(ordered[-1]))
+
+
+def percentile(ordered: Seq[float], ends: Seq[int], percent: int) -> float:
+    """The percentile by linear interpolation between order statistics, as NumPy's default.
+
+    ``ordered[i]`` stands at places ``ends[i-1] .. ends[i]-1`` of the sorted values. O(log n).
+
+    >>> percentile([10, 20], [1, 4], 50)  # of 10, 20, 20, 20
+    20
+    """
+    place, part = divmod(percent * (ends[-1] - 1), 100)
+    low = ordered[bisect_right(ends, place)]
+    if not part:
+        return low
+    high = ordered[bisect_right(ends, place + 1)]
+    return low + (high - low) * part / 100
+
+
+def ttft_ticks(record: RequestRecord) -> int | None:
+    """Arrival to the end of the step that samples the first token."""
+    return None if record.first_token is None else record.first_token - record.request.arrival
+
+
+def e2e_ticks(record: RequestRecord) -> int | None:
+    """Arrival to the end of the step that samples the last token."""
+    return None if record.finished is None else record.finished - record.request.arrival
+
+
+def queue_ticks(record: RequestRecord) -> int | None:
+    """Arrival to first admission."""
+    return None if record.admitted is None else record.admitted - record.request.arrival
+
+
+def tpot_ticks(record: RequestRecord) -> float | None:
+    """(e2e - ttft) / (output - 1); None with one output token or while unfinished."""
+    if record.finished is None or record.first_token is None or record.output_tokens < 2:
+        return None
+    return (record.finished - record.first_token) / (record.output_tokens - 1)

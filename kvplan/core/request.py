@@ -1,0 +1,38 @@
+"""What a trace asks for: one immutable request a line."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Segment(NamedTuple):
+    """A stretch of tokens: ``start .. start+length-1`` of an endless named stream.
+
+    Two tokens are equal when stream and index are equal. The k-th token that request ``ID``
+    generates is token k of stream ``o:ID``, so a later prompt can contain an earlier answer.
+    """
+
+    stream: str
+    start: int
+    length: int
+
+
+class Request(NamedTuple):
+    """One request of a trace.
+
+    ``arrival`` is in ticks of the run's clock: picoseconds, or engine steps where arrivals are
+    step-numbered. ``output_tokens`` is how many tokens it generates (end-of-sequence is ignored). An empty
+    ``content`` is a prompt that shares nothing. Lower ``priority`` goes first.
+    """
+
+    id: str
+    arrival: int
+    input_tokens: int
+    output_tokens: int
+    priority: int = 0
+    content: tuple[Segment, ...] = ()
+
+    def full_content(self) -> tuple[Segment, ...]:
+        """Prompt and everything that will be generated, as segments."""
+        prompt = self.content or (Segment(f"p:{self.id}", 0, self.input_tokens),)
+        return (*prompt, Segment(f"o:{self.id}", 0, self.output_tokens))

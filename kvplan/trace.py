@@ -1,0 +1,581 @@
+"""Reading request traces: kvplan JSONL, Azure 2023 CSV, Mooncake JSONL and scenario files.
+
+The format is told from the content, never from the file's name. Formats are described in docs/traces.md.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from decimal import Decimal
+from fractions import Fraction
+from pathlib import Path
+from typing import BinaryIO
+
+from kvplan.core.engine import SchedulerConfig
+from kvplan.core.request import Request, Segment
+from kvplan.core.simulate import PICOSECONDS
+from kvplan.data import resource
+from kvplan.errors import InputError
+
+FORMATS = ("kvplan", "azure", "mooncake", "scenario")
+
+#: Beyond these a number is a mistake, not a workload.
+_MAX_TOKENS = 10**9
+_MAX_ARRIVAL_S = 10**10
+
+_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
+_KVPLAN_KEYS = frozenset(
+    {
+        "id",
+        "arrival_s",
+        "input_tokens",
+        "output_tokens",
+        "priority",
+        "content",
+        "hash_ids",
+        "hash_block_size",
+    }
+)
+#: Mooncake's hash ids stand for blocks of this many tokens (FAST25-release/traces of kvcache-ai/Mooncake).
+_MOONCAKE_BLOCK_SIZE = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """A trace in order of arrival. ``scenario`` holds the settings that a scenario file brings.
+
+    Arrivals are picoseconds from the trace's own zero, or step indices with ``step_numbered``.
+    """
+
+    path: str
+    format: str
+    requests: list[Request]
+    skipped_lines: int = 0
+    step_numbered: bool = False
+    scenario: SchedulerConfig | None = None
+
+    def to_dict(self) -> dict[str, object]:
+        """The ``trace`` block of the JSON contract."""
+        span = self.requests[-1].arrival - self.requests[0].arrival if self.requests else 0
+        return {
+            "path": self.path,
+            "format": self.format,
+            "requests": len(self.requests),
+            "input_tokens": sum(r.input_tokens for r in self.requests),
+            "output_tokens": sum(r.output_tokens for r in self.requests),
+            "duration_s": None if self.step_numbered else span / PICOSECONDS,
+            "skipped_lines": self.skipped_lines,
+        }
+
+
+class _BadLine(Exception):
+    """A line that cannot be used: what is wrong with it and what would mend it."""
+
+    def __init__(self, what: str, hint: str = "mend the line, or pass --skip-bad-lines") -> None:
+        super().__init__(what)
+        self.hint = hint
+
+
+def read_trace(
+    source: str,
+    *,
+    format: str = "auto",
+    limit: int | None = None,
+    rate_scale: Fraction = Fraction(1),
+    skip_bad_lines: bool = False,
+) -> Trace:
+    """Read a whole trace from a file, a shipped workload's name or ``-`` (standard input).
+
+    ``limit`` keeps the first requests of the file, ``rate_scale`` 2 makes them arrive twice as fast. Raises
+    `InputError` with file:line of the first line that is wrong, and how many more are.
+    """
+    lines = _Lines(source)
+    first = lines.peek()
+    if format == "auto":
+        format = _recognise(first, lines)
+    elif format not in FORMATS:
+        raise InputError(f'unknown trace format "{format}"', where="--format", hint=f"known: auto, {', '.join(FORMATS)}")
+    if format == "scenario":
+        trace = _read_scenario(lines)
+    else:
+        reader = _READERS[format]
+        requests, skipped = _collect(reader(lines), lines, limit=limit, skip_bad_lines=skip_bad_lines)
+        trace = Trace(lines.name, format, requests, skipped)
+    requests = trace.requests[:limit]
+    if format == "azure" and requests:  # wall-clock times: the trace's zero is its first request
+        origin = min(r.arrival for r in requests)
+        requests = [r._replace(arrival=r.arrival - origin) for r in requests]
+    if rate_scale != 1:
+        if trace.step_numbered:
+            raise InputError("step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out")
+        top, bottom = rate_scale.numerator, rate_scale.denominator
+        requests = [r._replace(arrival=r.arrival * bottom // top) for r in requests]
+    requests.sort(key=lambda r: r.arrival)  # stable: ties keep the order of the file
+    if not requests:
+        raise InputError("the trace holds no request", where=lines.name, hint="give a trace with at least one line")
+    return replace(trace, requests=requests)
+
+
+def to_json_line(request: Request) -> str:
+    """A request as one line of kvplan JSONL. Arrivals must be picoseconds."""
+    row: dict[str, object] = {
+        "id": request.id,
+        "arrival_s": request.arrival / PICOSECONDS,
+        "input_tokens": request.input_tokens,
+        "output_tokens": request.output_tokens,
+    }
+    if request.priority:
+        row["priority"] = request.priority
+    if request.content:
+        row["content"] = [list(segment) for segment in request.content]
+    return json.dumps(row, separators=(",", ":"))
+
+
+# Lines
+
+
+class _Lines:
+    """The lines of a source with their numbers, from 1; blank ones are left out."""
+
+    def __init__(self, source: str) -> None:
+        self.name = source
+        self.number = 0
+        self._file = _open(source)
+        self._first: bytes | None = None
+
+    def peek(self) -> str:
+        """The first line that is not blank, without consuming it."""
+        if self._first is None:
+            for raw in self._file:
+                if raw.strip():
+                    self._first = raw.removeprefix(b"\xef\xbb\xbf")
+                    break
+                self.number += 1
+            else:
+                raise InputError("the trace is empty", where=self.name, hint="give a trace with at least one line")
+        return _decode(self._first, f"{self.name}:{self.number + 1}")
+
+    def skip(self) -> None:
+        """Leave out the line that was peeked at."""
+        self.number += 1
+        self._first = None
+
+    def __iter__(self) -> Iterator[bytes]:
+        with self._file:
+            if self._first is not None:
+                self.number += 1
+                yield self._first
+            for raw in self._file:
+                self.number += 1
+                if raw.strip():
+                    yield raw
+
+    def text(self) -> str:
+        """All that is left, as one text."""
+        with self._file:
+            return _decode((self._first or b"") + self._file.read(), self.name)
+
+
+def _open(source: str) -> BinaryIO:
+    if source == "-":
+        return sys.stdin.buffer
+    path = Path(source)
+    if not path.exists() and re.fullmatch(r"[a-z0-9-]+", source):
+        shipped = resource("workloads") / f"{source}.jsonl"
+        if shipped.is_file():
+            path = shipped
+    try:
+        return path.open("rb")
+    except OSError as error:
+        names = ", ".join(workload_names())
+        raise InputError(
+            f"cannot read the trace: {error.strerror or error}",
+            where=source,
+            hint=f"give a file, - for standard input, or a shipped workload ({names})",
+        ) from error
+
+
+def workload_names() -> list[str]:
+    """Names of the workloads that ship with kvplan."""
+    return sorted(path.stem for path in resource("workloads").glob("*.jsonl"))
+
+
+def _decode(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}",
+            where=where,
+            hint="give a text file in UTF-8",
+        ) from error
+
+
+def _recognise(first: str, lines: _Lines) -> str:
+    if _columns(first) == _AZURE_COLUMNS:
+        return "azure"
+    if first.lstrip().startswith("{"):
+        try:
+            row = _parse_json(first)
+        except _BadLine:
+            # An object that goes on over several lines is a scenario file, or a line that is cut.
+            return "scenario" if '"config"' in first or not first.rstrip().endswith("}") else "kvplan"
+        if {"timestamp", "input_length"} <= row.keys():
+            return "mooncake"
+        if {"config", "requests"} <= row.keys():
+            return "scenario"
+        if row.keys() & _KVPLAN_KEYS:
+            return "kvplan"
+    raise InputError(
+        f"no trace format that kvplan knows: the first line is {_quoted(first.strip())}",
+        where=f"{lines.name}:{lines.number + 1}",
+        hint=f"known formats are {', '.join(FORMATS)}; docs/traces.md describes them",
+    )
+
+
+def _collect(
+    rows: Iterable[Request | _BadLine], lines: _Lines, *, limit: int | None, skip_bad_lines: bool
+) -> tuple[list[Request], int]:
+    """All good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
+    requests: list[Request] = []
+    ids: set[str] = set()
+    first_bad: InputError | None = None
+    bad = 0
+    for row in rows:
+        if isinstance(row, Request) and row.id in ids:
+            row = _BadLine(f"id {_quoted(row.id)} stands twice", "give each request an id of its own")
+        if isinstance(row, _BadLine):
+            bad += 1
+            if first_bad is None:
+                first_bad = InputError(str(row), where=f"{lines.name}:{lines.number}", hint=row.hint)
+            continue
+        ids.add(row.id)
+        requests.append(row)
+        if limit is not None and len(requests) >= limit:
+            break
+    if first_bad is not None and not skip_bad_lines:
+        if bad > 1:
+            first_bad = InputError(
+                f"{first_bad.what}; {bad - 1} more bad lines", where=first_bad.where, hint=first_bad.hint
+            )
+        raise first_bad
+    return requests, bad
+
+
+def _each_line(lines: _Lines, parse: Callable[[str, int], Request]) -> Iterator[Request | _BadLine]:
+    for raw in lines:
+        try:
+            text = raw.decode()
+        except UnicodeDecodeError as error:
+            yield _BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}")
+            continue
+        try:
+            yield parse(text, lines.number)
+        except _BadLine as bad:
+            yield bad
+
+
+# Formats
+
+
+def _read_kvplan(lines: _Lines) -> Iterator[Request | _BadLine]:
+    return _each_line(lines, _kvplan_row)
+
+
+def _kvplan_row(text: str, number: int) -> Request:
+    row = _parse_json(text)
+    for key in row.keys() - _KVPLAN_KEYS:
+        near = difflib.get_close_matches(key, _KVPLAN_KEYS, n=1)
+        known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_KVPLAN_KEYS))}"
+        raise _BadLine(f"unknown key {_quoted(key)}", known)
+    request_id = row.get("id", str(number))
+    if isinstance(request_id, bool) or not isinstance(request_id, str | int):
+        raise _BadLine(f"id is {_shown(request_id)}, not a text or whole number")
+    request = Request(
+        str(request_id),
+        _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
+        _tokens(row.get("input_tokens"), "input_tokens"),
+        _tokens(row.get("output_tokens"), "output_tokens"),
+        _whole(row.get("priority", 0), "priority"),
+    )
+    if "content" in row and "hash_ids" in row:
+        raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
+    if "content" in row:
+        return request._replace(content=_segments(row["content"], request.input_tokens))
+    if "hash_ids" in row:
+        if "hash_block_size" not in row:
+            raise _BadLine("hash_ids without hash_block_size", "say how many tokens an id stands for")
+        size = _tokens(row["hash_block_size"], "hash_block_size")
+        return _with_hash_ids(request, row["hash_ids"], size)
+    return request
+
+
+def _read_mooncake(lines: _Lines) -> Iterator[Request | _BadLine]:
+    return _each_line(lines, _mooncake_row)
+
+
+def _mooncake_row(text: str, number: int) -> Request:
+    row = _parse_json(text)
+    request = Request(
+        str(number),
+        _ticks(row.get("timestamp"), "timestamp", PICOSECONDS // 1000),
+        _tokens(row.get("input_length"), "input_length"),
+        _tokens(row.get("output_length"), "output_length"),
+    )
+    return _with_hash_ids(request, row.get("hash_ids", []), _MOONCAKE_BLOCK_SIZE)
+
+
+def _read_azure(lines: _Lines) -> Iterator[Request | _BadLine]:
+    if _columns(lines.peek()) == _AZURE_COLUMNS:
+        lines.skip()
+    return _each_line(lines, _azure_row)
+
+
+def _columns(text: str) -> tuple[str, ...]:
+    return tuple(cell.strip() for cell in text.split(","))
+
+
+def _azure_row(text: str, number: int) -> Request:
+    cells = _columns(text)
+    if len(cells) != len(_AZURE_COLUMNS):
+        raise _BadLine(f"{len(cells)} columns instead of {len(_AZURE_COLUMNS)}: the line may be cut")
+    time, context, generated = cells
+    return Request(
+        str(number),
+        _wall_clock(time),
+        _tokens(_digits(context, "ContextTokens"), "ContextTokens"),
+        _tokens(_digits(generated, "GeneratedTokens"), "GeneratedTokens"),
+    )
+
+
+#: Seconds since 1970 with any number of fractional digits, with or without a zone (2023: seven digits and
+#: none, 2024: a variable number and +00:00).
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:Z|\+00:00)?\Z")
+
+
+def _wall_clock(text: str) -> int:
+    match = _TIME.match(text)
+    if not match:
+        raise _BadLine(f"TIMESTAMP is {_quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
+    try:
+        moment = datetime.fromisoformat(match.group(1)).replace(tzinfo=UTC)
+    except ValueError as error:
+        raise _BadLine(f"TIMESTAMP is {_quoted(text)}: {error}") from error
+    fraction = (match.group(2) or "").ljust(12, "0")
+    return int(moment.timestamp()) * PICOSECONDS + int(fraction)
+
+
+_READERS: Mapping[str, Callable[[_Lines], Iterator[Request | _BadLine]]] = {
+    "kvplan": _read_kvplan,
+    "azure": _read_azure,
+    "mooncake": _read_mooncake,
+}
+
+
+def _read_scenario(lines: _Lines) -> Trace:
+    """A scenario: settings and step-numbered requests in one JSON object."""
+    try:
+        document = _parse_json(lines.text())
+        config = _scenario_config(document.get("config"))
+    except _BadLine as bad:
+        raise InputError(str(bad), where=lines.name, hint=bad.hint) from bad
+    rows = document.get("requests")
+    if not isinstance(rows, list):
+        raise InputError("requests is missing or no list", where=lines.name, hint="give a list of requests")
+    requests = []
+    ids: set[str] = set()
+    for place, row in enumerate(rows):
+        try:
+            request = _scenario_request(row)
+            if request.id in ids:
+                raise _BadLine(f"id {_quoted(request.id)} stands twice", "give each request an id of its own")
+        except _BadLine as bad:
+            raise InputError(str(bad), where=f"{lines.name}, requests[{place}]", hint=bad.hint) from bad
+        ids.add(request.id)
+        requests.append(request)
+    return Trace(lines.name, "scenario", requests, step_numbered=True, scenario=config)
+
+
+#: Settings that this engine does not have yet, with the value that means "not used".
+_SCENARIO_LATER: Mapping[str, object] = {
+    "groups": [{"kind": "full"}],
+    "async_scheduling": False,
+    "pipeline_parallel_size": 1,
+    "speculative": None,
+}
+_SCENARIO_IGNORED = frozenset({"model_runner"})  # one stage: V1 and V2 plan the same
+
+
+def _scenario_config(config: object) -> SchedulerConfig:
+    if not isinstance(config, dict):
+        raise _BadLine("config is missing or no object", "give the settings of the engine")
+    settings = dict(config)
+    for key, unused in _SCENARIO_LATER.items():
+        value = settings.pop(key, unused)
+        if value != unused:
+            raise _BadLine(
+                f"not yet supported: {key} {json.dumps(value)}", "one full-attention group, synchronous, can be run"
+            )
+    for key in _SCENARIO_IGNORED:
+        settings.pop(key, None)
+    known = {f for f in SchedulerConfig.__dataclass_fields__}
+    for key in settings.keys() - known:
+        near = difflib.get_close_matches(key, known, n=1)
+        raise _BadLine(f"unknown setting {_quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out")
+    for key, kind in _SCENARIO_TYPES.items():
+        if key in settings and (
+            not isinstance(settings[key], kind) or (isinstance(settings[key], bool) and kind is not bool)
+        ):
+            raise _BadLine(f"config.{key} is {_shown(settings[key])}", "write a value of the right kind")
+    try:
+        parsed = SchedulerConfig(**settings)
+    except TypeError as error:
+        missing = ", ".join(re.findall(r"'(\w+)'", str(error)))
+        raise _BadLine(f"config lacks {missing}", "give every setting of the engine") from error
+    for key in ("num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
+        if not 0 < getattr(parsed, key) <= _MAX_TOKENS:
+            raise _BadLine(f"config.{key} is {getattr(parsed, key)}", "write a number above 0")
+    if parsed.policy not in ("fcfs", "priority"):
+        raise _BadLine(f"config.policy is {_quoted(str(parsed.policy))}", "use fcfs or priority")
+    return parsed
+
+
+_SCENARIO_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "num_gpu_blocks": int,
+    "block_size": int,
+    "max_num_batched_tokens": int,
+    "max_num_seqs": int,
+    "max_model_len": int,
+    "enable_prefix_caching": bool,
+    "enable_chunked_prefill": bool,
+    "long_prefill_token_threshold": int,
+    "long_prefill_token_threshold_adaptive": bool,
+    "policy": str,
+    "watermark": (int, float),
+    "scheduler_reserve_full_isl": bool,
+    "max_num_active_seqs": (int, type(None)),
+}
+_SCENARIO_REQUEST_KEYS = frozenset(
+    {"id", "arrival_step", "prompt_tokens", "output_tokens", "priority", "content"}
+)
+
+
+def _scenario_request(row: object) -> Request:
+    if not isinstance(row, dict):
+        raise _BadLine(f"a request is {_shown(row)}, not an object")
+    for key in row.keys() - _SCENARIO_REQUEST_KEYS:
+        raise _BadLine(f"not yet supported: {key}", f"known: {', '.join(sorted(_SCENARIO_REQUEST_KEYS))}")
+    prompt = _whole(row.get("prompt_tokens"), "prompt_tokens")
+    if not 0 <= prompt <= _MAX_TOKENS:
+        raise _BadLine(f"prompt_tokens is {prompt}")
+    arrival = _whole(row.get("arrival_step"), "arrival_step")
+    if not 0 <= arrival <= _MAX_TOKENS:
+        raise _BadLine(f"arrival_step is {arrival}")
+    request = Request(
+        str(row.get("id")),
+        arrival,
+        prompt,
+        _tokens(row.get("output_tokens"), "output_tokens"),
+        _whole(row.get("priority", 0), "priority"),
+    )
+    if "content" in row:
+        return request._replace(content=_segments(row["content"], prompt))
+    return request
+
+
+# Fields
+
+
+def _parse_json(text: str) -> dict[str, object]:
+    try:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        cut = "" if text.rstrip().endswith("}") else ": the line may be cut"
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise _BadLine(f"not JSON: {reason}{cut}") from error
+    if not isinstance(row, dict):
+        raise _BadLine(f"{_shown(row)} instead of a JSON object")
+    return row
+
+
+def _whole(value: object, field: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise _BadLine(f"{field} is {_shown(value)}, not a whole number")
+    return value
+
+
+def _digits(text: str, field: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise _BadLine(f"{field} is {_quoted(text)}, not a whole number") from error
+
+
+def _tokens(value: object, field: str) -> int:
+    number = _whole(value, field)
+    if not 0 < number <= _MAX_TOKENS:
+        raise _BadLine(f"{field} is {number}, not a number from 1 to {_MAX_TOKENS:,}")
+    return number
+
+
+def _ticks(value: object, field: str, ticks_per_unit: int) -> int:
+    """A time as ticks, exact in the decimal digits that were written."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _BadLine(f"{field} is {_shown(value)}, not a number")
+    if not math.isfinite(value) or not 0 <= value * ticks_per_unit <= _MAX_ARRIVAL_S * PICOSECONDS:
+        raise _BadLine(f"{field} is {value}, not a time from 0 on")
+    if isinstance(value, int):
+        return value * ticks_per_unit
+    return int(Decimal(repr(value)) * ticks_per_unit)
+
+
+def _segments(value: object, input_tokens: int) -> tuple[Segment, ...]:
+    if not isinstance(value, list):
+        raise _BadLine(f"content is {_shown(value)}, not a list of [stream, start, length]")
+    segments = []
+    for item in value:
+        if not (isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)):
+            raise _BadLine(f"content holds {_shown(item)}, not [stream, start, length]")
+        start, length = _whole(item[1], "content start"), _whole(item[2], "content length")
+        if start < 0 or length < 0:
+            raise _BadLine(f"content holds {_shown(item)}: start and length are from 0 on")
+        segments.append(Segment(sys.intern(item[0]), start, length))
+    total = sum(segment.length for segment in segments)
+    if total != input_tokens:
+        raise _BadLine(f"content has {total:,} tokens, the prompt {input_tokens:,}", "make them equal")
+    return tuple(segments)
+
+
+def _with_hash_ids(request: Request, ids: object, block_size: int) -> Request:
+    """Content of a prompt whose whole blocks have ids; what is left over shares nothing."""
+    if not isinstance(ids, list) or not all(isinstance(i, int | str) for i in ids):
+        raise _BadLine(f"hash_ids is {_shown(ids)}, not a list of ids")
+    if not ids:
+        return request
+    whole, left = divmod(request.input_tokens, block_size)
+    if len(ids) not in {whole, whole + (left > 0)}:
+        raise _BadLine(
+            f"{len(ids)} hash_ids for {request.input_tokens:,} tokens in blocks of {block_size}",
+            f"give {whole} ids, or {whole + (left > 0)} with one for the partial last block",
+        )
+    content = [Segment(f"h:{i}", 0, block_size) for i in ids[:whole]]
+    if left:
+        content.append(Segment(f"p:{request.id}", 0, left))
+    return request._replace(content=tuple(content))
+
+
+def _shown(value: object) -> str:
+    """A wrong value as an error quotes it."""
+    return "missing" if value is None else _quoted(json.dumps(value)) if not isinstance(value, str) else _quoted(value)
+
+
+def _quoted(text: str) -> str:
+    shortened = text if len(text) <= 60 else text[:57] + "..."
+    return json.dumps(shortened, ensure_ascii=True)
