@@ -1,0 +1,180 @@
+"""Catalogues in YAML: named entries with the lines they stand in.
+
+A catalogue is a mapping from name to entry. Only the entry that is asked for becomes Python values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvplan.core.gpu import Gpu
+from kvplan.errors import InputError, unknown_name
+from kvplan.safe_yaml import Node, read_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One named entry of a catalogue, not yet turned into values."""
+
+    name: str
+    file: str
+    line: int
+    _node: Node
+
+    def values(self) -> dict[str, object]:
+        """The entry's fields; raises `InputError` at the first that cannot be read."""
+        return {name: node.value() for name, node in self._node.mapping(self.name).items()}
+
+    def lines(self) -> dict[str, int]:
+        """The line of each field, those of a nested ``text_config`` included; under "" that of the entry."""
+        return {"": self.line, **dict(_field_lines(self._node))}
+
+    def texts(self, field: str) -> list[str]:
+        """The plain texts under a field: one, several in a list, or none."""
+        return self._node.texts_under(field)
+
+
+def read_catalogue(path: Path) -> tuple[Entry, ...]:
+    """The entries of a YAML catalogue, in order. Raises `InputError` naming file and line."""
+    entries = []
+    seen: dict[str, int] = {}
+    for name, node in read_yaml(path, name=path.name).mapping("the catalogue").items():
+        line = node.key_place.line
+        if name.casefold() in seen:
+            raise InputError(
+                f'duplicate entry "{name}"',
+                where=f"{path.name}:{line}",
+                hint=f"line {seen[name.casefold()]} has it already",
+            )
+        seen[name.casefold()] = line
+        if not node.is_mapping:
+            raise InputError(
+                f'entry "{name}" is no mapping of fields',
+                where=f"{path.name}:{line}",
+                hint="write it as name: {field: value, ...}",
+            )
+        entries.append(Entry(name, path.name, line, node))
+    return tuple(entries)
+
+
+def _field_lines(node: Node) -> Iterator[tuple[str, int]]:
+    for name, value in node.mapping("the entry").items():
+        if name == "text_config" and value.is_mapping:
+            yield from _field_lines(value)
+        yield name, value.key_place.line
+
+
+def check_fields(
+    values: Mapping[str, object], known: frozenset[str], origin: str, lines: Mapping[str, int]
+) -> None:
+    """Refuses a field that no reader looks at: it would be a misspelling without effect."""
+    for name in values:
+        if name not in known:
+            file = origin.partition(":")[0]
+            raise unknown_name(
+                "field",
+                name,
+                known,
+                where=f"{file}:{lines[name]}" if name in lines else origin,
+                listing="the header of the shipped catalogue",
+            )
+
+
+#: Fields of a GPU entry: whole numbers above 0, texts, and lists of texts. All but ``vendor``,
+#: ``architecture`` and ``source`` may be null or absent.
+_GPU_NUMBERS = (
+    "memory_bytes",
+    "marketed_gb",
+    "bandwidth_bytes_per_s",
+    "flops_fp16",
+    "flops_fp8",
+    "interconnect_bytes_per_s",
+    "num_sms",
+    "tdp_w",
+)
+_GPU_TEXTS = ("vendor", "architecture", "memory_source", "compute_capability", "source")
+_GPU_LISTS = ("aliases", "unverified")
+_GPU_FIELDS = frozenset((*_GPU_NUMBERS, *_GPU_TEXTS, *_GPU_LISTS))
+_MAX_GPU_NUMBER = 10**18
+
+
+def gpu_from_entry(entry: Entry) -> Gpu:
+    """The GPU of a catalogue entry. Raises `InputError` naming file and line."""
+    values, lines = entry.values(), entry.lines()
+    place = f"{entry.file}:{entry.line}"
+    check_fields(values, _GPU_FIELDS, place, lines)
+
+    def whole(name: str) -> int | None:
+        value = values.get(name)
+        # 1e12 is how a rate is best written, and YAML takes it for a float.
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if value is None or (type(value) is int and 0 < value <= _MAX_GPU_NUMBER):
+            return value
+        raise wrong(name, "a whole number above 0")
+
+    def text(name: str) -> str | None:
+        value = values.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        raise wrong(name, "text in quotes")
+
+    def required(name: str) -> str:
+        value = text(name)
+        if not value:
+            raise InputError(f"{name} is missing", where=place, hint=f"add a line {name}: ...")
+        return value
+
+    def texts(name: str) -> tuple[str, ...]:
+        value = values.get(name)
+        if value is None or (isinstance(value, list) and all(isinstance(item, str) for item in value)):
+            return tuple(value or ())
+        raise wrong(name, "a list of texts")
+
+    def wrong(name: str, wanted: str) -> InputError:
+        return InputError(
+            f'{name} is "{values[name]}", not {wanted}',
+            where=f'{entry.file}:{lines[name]}, GPU "{entry.name}"',
+            hint=f"write {wanted}, or null if it is unknown",
+        )
+
+    return Gpu(
+        name=entry.name,
+        vendor=required("vendor"),
+        architecture=required("architecture"),
+        memory_bytes=whole("memory_bytes"),
+        memory_source=text("memory_source"),
+        marketed_gb=whole("marketed_gb"),
+        bandwidth_bytes_per_s=whole("bandwidth_bytes_per_s"),
+        flops_fp16=whole("flops_fp16"),
+        flops_fp8=whole("flops_fp8"),
+        interconnect_bytes_per_s=whole("interconnect_bytes_per_s"),
+        compute_capability=text("compute_capability"),
+        num_sms=whole("num_sms"),
+        tdp_w=whole("tdp_w"),
+        source=required("source"),
+        aliases=texts("aliases"),
+        unverified=texts("unverified"),
+    )
+
+
+def find_entry(name: str, entries: Sequence[Entry]) -> Entry | None:
+    """The entry of a name, an alias or a Hugging Face id, whatever the case."""
+    wanted = name.casefold()
+    for entry in entries:
+        if entry.name.casefold() == wanted:
+            return entry
+    for entry in entries:
+        others = (*entry.texts("aliases"), *entry.texts("hf_id"))
+        if any(other.casefold() == wanted for other in others):
+            return entry
+    return None
+
+
+def entry_names(entries: Sequence[Entry]) -> list[str]:
+    """Every name under which `find_entry` finds something."""
+    return [
+        name for entry in entries for name in (entry.name, *entry.texts("aliases"), *entry.texts("hf_id"))
+    ]

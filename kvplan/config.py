@@ -1,0 +1,196 @@
+"""Finding a model or a GPU by what a user writes: a catalogue name, a path, a YAML file."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from kvplan.catalogue import (
+    Entry,
+    check_fields,
+    entry_names,
+    find_entry,
+    gpu_from_entry,
+    read_catalogue,
+)
+from kvplan.core.gpu import Gpu
+from kvplan.core.model import ModelSpec
+from kvplan.data import resource
+from kvplan.errors import InputError, unknown_name
+from kvplan.hf_config import CATALOGUE_FIELDS, Origin, spec_from_config
+from kvplan.safe_yaml import parse_scalar
+from kvplan.safetensors import read_stored_weights
+
+__all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
+
+#: The largest config.json seen is below a megabyte.
+_MAX_CONFIG_BYTES = 16 << 20
+_YAML_SUFFIXES = (".yaml", ".yml")
+
+
+def load_model(name: str, *, catalogue: Path | None = None, overrides: Sequence[str] = ()) -> ModelSpec:
+    """The model that ``name`` stands for.
+
+    Tried in this order: a name, alias or Hugging Face id in the catalogue; ``file.yaml#name`` or a
+    ``file.yaml`` with one model; a config.json or a folder with one. ``catalogue`` replaces the
+    shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields. Raises
+    `InputError`.
+    """
+    changes = _parse_overrides(overrides)
+    path_text, _, fragment = name.partition("#")
+    if path_text.lower().endswith(_YAML_SUFFIXES):
+        return _model_from_entry(_entry_of_file(Path(path_text), fragment), changes)
+    entries = read_catalogue(catalogue or resource("models.yaml"))
+    entry = find_entry(name, entries)
+    if entry is not None:
+        return _model_from_entry(entry, changes)
+    if name.lower().endswith(".gguf"):
+        raise InputError(
+            f'not yet supported: the GGUF file "{name}"',
+            where="MODEL",
+            hint="give the config.json of the model it was made from",
+        )
+    path = _config_path(name)
+    if path is not None:
+        return _model_from_json(path, changes)
+    raise unknown_name("model", name, entry_names(entries), where="MODEL", listing="kvplan models")
+
+
+def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
+    """Every model of the catalogue, in its order."""
+    entries = read_catalogue(catalogue or resource("models.yaml"))
+    return tuple(_model_from_entry(entry, {}) for entry in entries)
+
+
+def load_gpu(name: str) -> Gpu:
+    """The GPU of a name or alias in the shipped catalogue; raises `InputError`."""
+    entries = read_catalogue(resource("gpus.yaml"))
+    entry = find_entry(name, entries)
+    if entry is None:
+        raise unknown_name("GPU", name, entry_names(entries), where="--gpu", listing="kvplan gpus")
+    return gpu_from_entry(entry)
+
+
+def list_gpus() -> tuple[Gpu, ...]:
+    """Every GPU of the shipped catalogue, in its order."""
+    return tuple(gpu_from_entry(entry) for entry in read_catalogue(resource("gpus.yaml")))
+
+
+def _config_path(name: str) -> Path | None:
+    """The config.json that a path means; None where the text is no path. Raises `InputError`."""
+    path = Path(name)
+    try:
+        if path.is_dir():
+            if (path / "config.json").is_file():
+                return path / "config.json"
+            raise InputError(
+                f'the folder "{name}" has no config.json',
+                where="MODEL",
+                hint="give the folder that a Hugging Face model was downloaded to",
+            )
+        if path.is_file():
+            return path
+    except OSError as error:
+        raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where="MODEL") from None
+    if path.suffix.lower() == ".json" or name.startswith(("/", "./", "../", "~")):
+        raise InputError(f'no such file: "{name}"', where="MODEL", hint="check the path")
+    return None
+
+
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
+    changes: dict[str, object] = {}
+    for text in overrides:
+        key, equals, value = text.partition("=")
+        where = f"--set {text}"
+        if not equals or not key.strip():
+            raise InputError(
+                f'"{text}" is no key=value', where=where, hint="write --set num_hidden_layers=16"
+            )
+        changes[key.strip()] = parse_scalar(value, where=where)
+    return changes
+
+
+def _entry_of_file(path: Path, name: str) -> Entry:
+    """The entry that ``file.yaml#name`` means; without a name the file must hold one."""
+    entries = read_catalogue(path)
+    names = [entry.name for entry in entries]
+    if name:
+        entry = find_entry(name, entries)
+        if entry is None:
+            raise unknown_name("model", name, entry_names(entries), where=str(path), listing=str(path))
+        return entry
+    if len(entries) != 1:
+        listed = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        raise InputError(
+            f"{path.name} holds {len(entries)} models",
+            where=str(path),
+            hint=f"say which: {path}#name, with {listed}" if names else "add one model to it",
+        )
+    return entries[0]
+
+
+def _model_from_entry(entry: Entry, changes: Mapping[str, object]) -> ModelSpec:
+    values, lines = entry.values(), entry.lines()
+    origin = Origin(entry.file, entry.name, lines)
+    check_fields(values, CATALOGUE_FIELDS, origin.of(), lines)
+    source = values.get("source")
+    return spec_from_config(
+        values, origin=origin, source=str(source) if source else entry.file, overrides=changes
+    )
+
+
+def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
+    """The model of a config.json, with the weights that lie beside it."""
+    text = _read_text(path)
+    try:
+        config = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise InputError(f"the file is no JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
+    except InputError as error:
+        raise InputError(error.what, where=str(path), hint=error.hint) from None
+    except (RecursionError, ValueError) as error:
+        # A number of thousands of digits, or thousands of brackets.
+        raise InputError(f"the file cannot be read: {error}", where=str(path)) from None
+    if not isinstance(config, dict):
+        raise InputError("the file holds no JSON object", where=str(path))
+    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    return spec_from_config(
+        config,
+        origin=Origin(str(path), name, _json_lines(text)),
+        source=str(path),
+        stored=read_stored_weights(path.parent) if path.name == "config.json" else None,
+        overrides=changes,
+    )
+
+
+def _read_text(path: Path) -> str:
+    try:
+        if path.stat().st_size > _MAX_CONFIG_BYTES:
+            raise InputError(f"{path.name} is too large for a config.json", where=str(path))
+        return path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"byte {error.start} is no UTF-8", where=str(path), hint="save the file as UTF-8"
+        ) from None
+
+
+def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    values = dict(pairs)
+    if len(values) != len(pairs):
+        names = [key for key, _ in pairs]
+        twice = next(key for key in names if names.count(key) > 1)
+        raise InputError(f'duplicate key "{twice}"', hint="keep one of the two")
+    return values
+
+
+def _json_lines(text: str) -> dict[str, int]:
+    """The line of each key that the file has once: json does not say where it read a value."""
+    lines: dict[str, list[int]] = {}
+    for line, content in enumerate(text.splitlines(), start=1):
+        for key in re.findall(r'"(\w+)"\s*:', content):
+            lines.setdefault(key, []).append(line)
+    return {key: places[0] for key, places in lines.items() if len(places) == 1}

@@ -1,0 +1,608 @@
+"""The decoder architectures that kvplan knows: their field names, defaults and parameter layout.
+
+Everything here is a fact about a class of Hugging Face transformers. Field names are the ones that
+Llama's config uses (``hidden_size``, ``num_hidden_layers``, ...); ``Architecture.names`` says what an
+older config calls them. Source of layouts, field names and defaults: transformers 5.24.0,
+``models/*/modeling_*.py`` and ``models/*/configuration_*.py``, unless a comment says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+#: Config fields under their common names.
+Config = Mapping[str, object]
+
+#: On, off, or decided by a config field that has this value when it is absent.
+Flag = bool | tuple[str, bool]
+
+#: A count that follows from the config.
+CountRule = Callable[[Config], int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """The routed experts of a mixture-of-experts model, each a gated MLP.
+
+    Fields read: ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
+    """
+
+    #: How many layers have experts; the others have the dense MLP.
+    layers: CountRule
+    #: Width of all shared experts of one layer together.
+    shared_width: CountRule | None = None
+    #: A gate of one output before the shared expert (Qwen2-MoE).
+    shared_gate: bool = False
+    #: One correction per expert and layer that is stored as a parameter (Ernie 4.5).
+    correction: bool = False
+    #: Biases in the experts and in the router (gpt-oss).
+    biases: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Which parameters a decoder has. The defaults are Llama's."""
+
+    norm: Literal["weight", "weight+bias", "none"] = "weight"
+    norms_per_layer: int | CountRule = 2
+    final_norm: bool | Callable[[Config], bool] = True
+    embedding_norm: bool = False
+    qkv_bias: Flag = False
+    output_bias: Flag = False
+    #: Norms of queries and keys: one head wide, or as wide as all heads.
+    qk_norm: Literal["none", "head", "head+bias", "all_heads"] = "none"
+    qk_norm_if: Flag = True
+    #: One learned logit per attention head (gpt-oss).
+    attention_sinks: bool = False
+    gated_mlp: bool = True
+    #: ``intermediate_size`` is this many times the width of one half of a gated MLP (Qwen: 2).
+    mlp_width_divisor: int = 1
+    mlp_bias: Flag = False
+    experts: Experts | None = None
+    #: Learned positions, with this many rows beyond the longest sequence; None: no table.
+    position_offset: int | None = None
+    #: ``tie_word_embeddings`` where the config does not say.
+    tied: bool = False
+    head_bias: Flag = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Architecture:
+    """What must be known of an architecture to read its config."""
+
+    family: str
+    #: None where kvplan cannot count the parameters.
+    layout: Layout | None = None
+    #: Common field name -> the name in this architecture's config.
+    names: Mapping[str, str] = field(default_factory=dict)
+    #: Class defaults of fields that a config may leave out; a field that is null is not left out.
+    defaults: Config = field(default_factory=dict)
+    #: Number of key/value heads where ``num_key_value_heads`` is not given; None: as many as query heads.
+    kv_heads: CountRule | None = None
+    #: ``intermediate_size`` where it is absent, in multiples of ``hidden_size``; None: it is required.
+    mlp_ratio: int | None = None
+    #: Where only ``sliding_window`` is given: each n-th layer is full, the others slide; None: all slide.
+    full_every: int | None = None
+    #: Every layer has these kinds, whatever the config says (Falcon-H1).
+    every_layer: tuple[str, ...] = ()
+
+
+def number(config: Config, name: str, default: int = 0) -> int:
+    """A whole-number field, ``default`` where it is absent or null."""
+    value = config.get(name)
+    return value if isinstance(value, int) else default
+
+
+def is_on(config: Config, flag: Flag) -> bool:
+    """Whether a part of the layout is there."""
+    if isinstance(flag, bool):
+        return flag
+    name, default = flag
+    value = config.get(name)
+    return default if value is None else bool(value)
+
+
+def _all_layers(config: Config) -> int:
+    return number(config, "num_hidden_layers")
+
+
+def _after_first_dense(config: Config) -> int:
+    return number(config, "num_hidden_layers") - number(config, "first_k_dense_replace")
+
+
+def _qwen_sparse_layers(config: Config) -> int:
+    """Every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
+    step = number(config, "decoder_sparse_step", 1)
+    dense = config.get("mlp_only_layers")
+    only_mlp = set(dense) if isinstance(dense, list) else set()
+    return sum(
+        1 for i in range(number(config, "num_hidden_layers")) if i not in only_mlp and (i + 1) % step == 0
+    )
+
+
+def _ernie_sparse_layers(config: Config) -> int:
+    """Each ``moe_layer_interval``-th layer from the start index to the end index, -1 being the last."""
+    layers = number(config, "num_hidden_layers")
+    first, last = number(config, "moe_layer_start_index", 1), number(config, "moe_layer_end_index", -1)
+    interval = number(config, "moe_layer_interval", 1)
+    last = layers - 1 if last == -1 else last
+    return sum(1 for i in range(layers) if first <= i <= last and (i + 1) % interval == 0)
+
+
+def _shared_by_count(count_field: str, default: int) -> CountRule:
+    return lambda config: number(config, count_field, default) * number(config, "moe_intermediate_size")
+
+
+def _falcon_norms(config: Config) -> int:
+    """Parallel attention needs one norm, but two in the new decoder architecture."""
+    if not is_on(config, ("parallel_attn", True)):
+        return 2
+    return number(
+        config, "num_ln_in_parallel_attn", 2 if is_on(config, ("new_decoder_architecture", False)) else 1
+    )
+
+
+def _falcon_kv_heads(config: Config) -> int:
+    """One head, as in vLLM ``ModelConfig.get_total_num_kv_heads``, unless the new decoder says how many."""
+    heads = number(config, "num_attention_heads")
+    if is_on(config, ("new_decoder_architecture", False)):
+        return number(config, "num_kv_heads", heads)
+    return 1 if is_on(config, ("multi_query", True)) else heads
+
+
+def _bigcode_kv_heads(config: Config) -> int:
+    return 1 if is_on(config, ("multi_query", True)) else number(config, "num_attention_heads")
+
+
+def _mpt_kv_heads(config: Config) -> int:
+    """The rule of vLLM ``ModelConfig.get_total_num_kv_heads``: ``kv_n_heads`` of ``attn_config``."""
+    attention = config.get("attn_config")
+    heads = number(config, "num_attention_heads")
+    if not isinstance(attention, Mapping):
+        return heads
+    return number(
+        attention, "kv_n_heads", 1 if attention.get("attn_type") == "multiquery_attention" else heads
+    )
+
+
+_ATTENTION_BIAS = ("attention_bias", False)
+_USE_BIAS = ("use_bias", False)
+
+_LLAMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False))
+_QWEN2 = Layout(qkv_bias=True)
+_QWEN3 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head")
+_GEMMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True)
+_GEMMA2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, norms_per_layer=4, tied=True)
+_OLMO2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="all_heads")
+_GPT2 = Layout(
+    norm="weight+bias",
+    qkv_bias=True,
+    output_bias=True,
+    gated_mlp=False,
+    mlp_bias=True,
+    position_offset=0,
+    tied=True,
+)
+
+_GPT2_NAMES = {
+    "hidden_size": "n_embd",
+    "num_attention_heads": "n_head",
+    "num_hidden_layers": "n_layer",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+}
+_LOCAL_EXPERTS = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
+_ROUTED_EXPERTS = {"num_experts": "n_routed_experts"}
+_SLIDING_BY_FLAG = {"use_sliding_window": False, "sliding_window": 4096}
+_GEMMA3_TEXT = {
+    "vocab_size": 262208,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "sliding_window": 4096,
+}
+
+_BY_CLASS: dict[str, Architecture] = {
+    # Multi-head, grouped-query and multi-query attention in every layer.
+    "LlamaForCausalLM": Architecture(family="llama", layout=_LLAMA),
+    "MistralForCausalLM": Architecture(
+        family="mistral", layout=Layout(), defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+    ),
+    "MixtralForCausalLM": Architecture(
+        family="mixtral",
+        layout=Layout(experts=Experts(layers=_all_layers)),
+        names=_LOCAL_EXPERTS,
+        defaults={"num_key_value_heads": 8},
+    ),
+    "Qwen2ForCausalLM": Architecture(
+        family="qwen2",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 32},
+    ),
+    "Qwen2MoeForCausalLM": Architecture(
+        family="qwen2_moe",
+        layout=Layout(
+            qkv_bias=("qkv_bias", True),
+            experts=Experts(
+                layers=_qwen_sparse_layers,
+                shared_width=lambda config: number(config, "shared_expert_intermediate_size", 5632),
+                shared_gate=True,
+            ),
+        ),
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 16},
+    ),
+    "Qwen3ForCausalLM": Architecture(
+        family="qwen3",
+        layout=_QWEN3,
+        defaults=_SLIDING_BY_FLAG | {"head_dim": 128, "max_window_layers": 28, "num_key_value_heads": 32},
+    ),
+    "Qwen3MoeForCausalLM": Architecture(
+        family="qwen3_moe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="head",
+            experts=Experts(layers=_qwen_sparse_layers),
+        ),
+        defaults=_SLIDING_BY_FLAG | {"num_key_value_heads": 4},
+    ),
+    # The first multi-token-prediction layer that the hub's config adds is not counted.
+    # Source: XiaomiMiMo/MiMo-7B-Base modeling_mimo.py, a subclass of Qwen2.
+    "MiMoForCausalLM": Architecture(
+        family="mimo",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 32},
+    ),
+    "Phi3ForCausalLM": Architecture(family="phi3", layout=Layout()),
+    "PhimoeForCausalLM": Architecture(
+        family="phimoe",
+        layout=Layout(
+            norm="weight+bias",
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            head_bias=("lm_head_bias", False),
+            experts=Experts(layers=_all_layers),
+        ),
+        names=_LOCAL_EXPERTS,
+        defaults={"num_key_value_heads": 8},
+    ),
+    "PhiForCausalLM": Architecture(
+        family="phi",
+        layout=Layout(
+            norm="weight+bias",
+            norms_per_layer=1,
+            qkv_bias=True,
+            output_bias=True,
+            qk_norm="head+bias",
+            qk_norm_if=("qk_layernorm", False),
+            gated_mlp=False,
+            mlp_bias=True,
+            head_bias=True,
+        ),
+    ),
+    "GemmaForCausalLM": Architecture(
+        family="gemma", layout=_GEMMA, defaults={"head_dim": 256, "num_key_value_heads": 16}
+    ),
+    "Glm4MoeForCausalLM": Architecture(
+        family="glm4_moe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            qk_norm="head",
+            qk_norm_if=("use_qk_norm", False),
+            experts=Experts(layers=_after_first_dense, shared_width=_shared_by_count("n_shared_experts", 1)),
+        ),
+        names=_ROUTED_EXPERTS,
+        defaults={"first_k_dense_replace": 1, "num_key_value_heads": 8},
+    ),
+    "MiniMaxM2ForCausalLM": Architecture(
+        family="minimax_m2",
+        layout=Layout(qk_norm="all_heads", experts=Experts(layers=_all_layers)),
+        names=_LOCAL_EXPERTS,
+        defaults={"num_key_value_heads": 8},
+    ),
+    "Ernie4_5ForCausalLM": Architecture(
+        family="ernie4_5",
+        layout=Layout(qkv_bias=_USE_BIAS, output_bias=_USE_BIAS, mlp_bias=_USE_BIAS, tied=True),
+        defaults={"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    "Ernie4_5_MoeForCausalLM": Architecture(
+        family="ernie4_5_moe",
+        layout=Layout(
+            qkv_bias=_USE_BIAS,
+            output_bias=_USE_BIAS,
+            mlp_bias=_USE_BIAS,
+            head_bias=_USE_BIAS,
+            tied=True,
+            experts=Experts(
+                layers=_ernie_sparse_layers,
+                shared_width=_shared_by_count("moe_num_shared_experts", 2),
+                correction=True,
+            ),
+        ),
+        names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
+        defaults={"num_key_value_heads": 4},
+    ),
+    "SmolLM3ForCausalLM": Architecture(
+        family="smollm3",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False), tied=True
+        ),
+        defaults={"use_sliding_window": False, "num_key_value_heads": 4},
+    ),
+    "StableLmForCausalLM": Architecture(
+        family="stablelm",
+        layout=Layout(
+            norm="weight+bias",
+            norms_per_layer=lambda config: 1 if is_on(config, ("use_parallel_residual", False)) else 2,
+            qkv_bias=("use_qkv_bias", False),
+            # One bias-free norm per head, so as wide as all heads together.
+            qk_norm="all_heads",
+            qk_norm_if=("qk_layernorm", False),
+        ),
+        defaults={"num_key_value_heads": 32},
+    ),
+    "CohereForCausalLM": Architecture(
+        family="cohere",
+        layout=Layout(
+            norms_per_layer=1,
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="all_heads",
+            qk_norm_if=("use_qk_norm", False),
+            tied=True,
+        ),
+    ),
+    "Starcoder2ForCausalLM": Architecture(
+        family="starcoder2",
+        layout=Layout(
+            norm="weight+bias",
+            qkv_bias=("use_bias", True),
+            output_bias=("use_bias", True),
+            gated_mlp=False,
+            mlp_bias=("use_bias", True),
+            tied=True,
+        ),
+        defaults={"num_key_value_heads": 2},
+    ),
+    "FalconForCausalLM": Architecture(
+        family="falcon",
+        layout=Layout(
+            norm="weight+bias",
+            norms_per_layer=_falcon_norms,
+            qkv_bias=("bias", False),
+            output_bias=("bias", False),
+            gated_mlp=False,
+            mlp_bias=("bias", False),
+            tied=True,
+        ),
+        names={"intermediate_size": "ffn_hidden_size", "hidden_size": "n_embed"}
+        | {"num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+        defaults={"max_position_embeddings": 2048},
+        kv_heads=_falcon_kv_heads,
+        mlp_ratio=4,
+    ),
+    "MptForCausalLM": Architecture(
+        family="mpt",
+        layout=Layout(gated_mlp=False, tied=True),
+        names={
+            "hidden_size": "d_model",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "max_position_embeddings": "max_seq_len",
+        },
+        kv_heads=_mpt_kv_heads,
+        mlp_ratio=4,
+    ),
+    "BloomForCausalLM": Architecture(
+        family="bloom",
+        layout=Layout(
+            norm="weight+bias",
+            embedding_norm=True,
+            qkv_bias=True,
+            output_bias=True,
+            gated_mlp=False,
+            mlp_bias=True,
+            tied=True,
+        ),
+        names={"hidden_size": "n_embed", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"},
+        mlp_ratio=4,
+    ),
+    "OPTForCausalLM": Architecture(
+        family="opt",
+        layout=Layout(
+            norm="weight+bias",
+            # opt-350m norms after attention and has no final norm.
+            final_norm=lambda config: is_on(config, ("do_layer_norm_before", True)),
+            qkv_bias=("enable_bias", True),
+            output_bias=("enable_bias", True),
+            gated_mlp=False,
+            mlp_bias=("enable_bias", True),
+            # The table starts with two rows that no position uses (OPTLearnedPositionalEmbedding).
+            position_offset=2,
+            tied=True,
+        ),
+        names={"intermediate_size": "ffn_dim"},
+    ),
+    "GPT2LMHeadModel": Architecture(family="gpt2", layout=_GPT2, names=_GPT2_NAMES, mlp_ratio=4),
+    "GPTBigCodeForCausalLM": Architecture(
+        family="gpt_bigcode", layout=_GPT2, names=_GPT2_NAMES, kv_heads=_bigcode_kv_heads, mlp_ratio=4
+    ),
+    "GPTJForCausalLM": Architecture(
+        family="gptj",
+        layout=Layout(norm="weight+bias", norms_per_layer=1, gated_mlp=False, mlp_bias=True, head_bias=True),
+        names=_GPT2_NAMES,
+        mlp_ratio=4,
+    ),
+    "GPTNeoXForCausalLM": Architecture(
+        family="gpt_neox",
+        layout=Layout(
+            norm="weight+bias",
+            qkv_bias=("attention_bias", True),
+            output_bias=("attention_bias", True),
+            gated_mlp=False,
+            mlp_bias=True,
+        ),
+    ),
+    "GraniteForCausalLM": Architecture(family="granite", layout=_LLAMA),
+    "OlmoForCausalLM": Architecture(
+        family="olmo",
+        layout=Layout(norm="none", qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS),
+    ),
+    "Olmo2ForCausalLM": Architecture(family="olmo2", layout=_OLMO2),
+    # internlm/internlm-20b modeling_internlm.py: Llama with a flag that biases all four projections.
+    "InternLMForCausalLM": Architecture(
+        family="internlm", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
+    ),
+    # internlm/internlm2-20b modeling_internlm2.py: wqkv and wo share one flag.
+    "InternLM2ForCausalLM": Architecture(
+        family="internlm2", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
+    ),
+    # Qwen/Qwen-72B modeling_qwen.py: c_attn has a bias, w1 and w2 are intermediate_size / 2 wide.
+    "QWenLMHeadModel": Architecture(
+        family="qwen",
+        layout=Layout(qkv_bias=True, mlp_width_divisor=2),
+        names={"max_position_embeddings": "seq_length"},
+    ),
+    # Text decoders with a vision tower, which is not counted here.
+    "Qwen2_5_VLForConditionalGeneration": Architecture(
+        family="qwen2_5_vl", defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8}
+    ),
+    "Qwen3VLForConditionalGeneration": Architecture(
+        family="qwen3_vl", defaults={"head_dim": 128, "num_key_value_heads": 32}
+    ),
+    "Qwen3VLMoeForConditionalGeneration": Architecture(
+        family="qwen3_vl_moe", defaults={"head_dim": 128, "num_key_value_heads": 16}
+    ),
+    # Sliding windows in some or all layers.
+    "Gemma2ForCausalLM": Architecture(
+        family="gemma2",
+        layout=_GEMMA2,
+        defaults={"head_dim": 256, "sliding_window": 4096, "num_key_value_heads": 4},
+        full_every=2,
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        family="gemma3",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            norms_per_layer=4,
+            qk_norm="head",
+            tied=True,
+        ),
+        defaults=_GEMMA3_TEXT,
+        full_every=6,
+    ),
+    "Gemma3ForConditionalGeneration": Architecture(family="gemma3", defaults=_GEMMA3_TEXT, full_every=6),
+    "Gemma3nForConditionalGeneration": Architecture(
+        family="gemma3n",
+        defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
+        full_every=5,
+    ),
+    "Gemma4ForConditionalGeneration": Architecture(
+        family="gemma4",
+        defaults={"sliding_window": 512, "head_dim": 256, "global_head_dim": 512},
+        full_every=6,
+    ),
+    "Cohere2ForCausalLM": Architecture(
+        family="cohere2",
+        layout=Layout(norms_per_layer=1, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True),
+        defaults={"sliding_window": 4096},
+        full_every=4,
+    ),
+    "Olmo3ForCausalLM": Architecture(
+        family="olmo3", layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4
+    ),
+    "GptOssForCausalLM": Architecture(
+        family="gpt_oss",
+        layout=Layout(
+            qkv_bias=("attention_bias", True),
+            output_bias=("attention_bias", True),
+            attention_sinks=True,
+            experts=Experts(layers=_all_layers, biases=True),
+        ),
+        names=_LOCAL_EXPERTS,
+        defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
+        full_every=2,
+    ),
+    "MiMoV2FlashForCausalLM": Architecture(family="mimo_v2"),
+    "Llama4ForConditionalGeneration": Architecture(
+        family="llama4", defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8}
+    ),
+    # Latent attention, sparse where an indexer is configured.
+    "DeepseekV2ForCausalLM": Architecture(family="deepseek_v2"),
+    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3"),
+    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32"),
+    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa"),
+    "KimiK25ForConditionalGeneration": Architecture(family="kimi_k25"),
+    # States in some or all layers.
+    "NemotronHForCausalLM": Architecture(
+        family="nemotron_h", names={"head_dim": "attention_head_dim"}, defaults={"num_key_value_heads": 8}
+    ),
+    "Qwen3NextForCausalLM": Architecture(
+        family="qwen3_next",
+        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2},
+    ),
+    "Qwen3_5ForConditionalGeneration": Architecture(
+        family="qwen3_5", defaults={"head_dim": 256, "full_attention_interval": 4}
+    ),
+    "Qwen3_5MoeForConditionalGeneration": Architecture(
+        family="qwen3_5_moe", defaults={"head_dim": 256, "full_attention_interval": 4}
+    ),
+    "JambaForCausalLM": Architecture(
+        family="jamba", defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
+    ),
+    "FalconH1ForCausalLM": Architecture(
+        family="falcon_h1", every_layer=("full", "state"), defaults={"num_key_value_heads": 8}
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(family="granite_moe_hybrid"),
+    # Cross-attention to an encoder.
+    "MllamaForConditionalGeneration": Architecture(family="mllama", defaults={"num_key_value_heads": 8}),
+    "WhisperForConditionalGeneration": Architecture(
+        family="whisper",
+        names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "decoder_layers",
+            "num_attention_heads": "decoder_attention_heads",
+            "max_position_embeddings": "max_target_positions",
+        },
+        defaults={"is_encoder_decoder": True},
+    ),
+    "BartForConditionalGeneration": Architecture(
+        family="bart",
+        names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "decoder_layers",
+            "num_attention_heads": "decoder_attention_heads",
+        },
+        defaults={"is_encoder_decoder": True},
+    ),
+    "T5ForConditionalGeneration": Architecture(
+        family="t5",
+        names={
+            "hidden_size": "d_model",
+            "num_hidden_layers": "num_decoder_layers",
+            "num_attention_heads": "num_heads",
+            "head_dim": "d_kv",
+        },
+        defaults={"is_encoder_decoder": True},
+    ),
+}
+
+#: Other class names that published configs carry for the same architecture (vLLM 0.33,
+#: model_executor/models/registry.py).
+_SAME_AS = {
+    "AquilaForCausalLM": "LlamaForCausalLM",
+    "LLaMAForCausalLM": "LlamaForCausalLM",
+    "MPTForCausalLM": "MptForCausalLM",
+    "PhiMoEForCausalLM": "PhimoeForCausalLM",
+    "RWForCausalLM": "FalconForCausalLM",
+    "StableLMEpochForCausalLM": "StableLmForCausalLM",
+}
+
+#: By the class name in ``architectures`` of a config.json.
+ARCHITECTURES: Mapping[str, Architecture] = _BY_CLASS | {
+    name: _BY_CLASS[known] for name, known in _SAME_AS.items()
+}

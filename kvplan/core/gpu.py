@@ -1,0 +1,54 @@
+"""What a GPU is, as far as memory and time depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """One GPU. Unknown figures are None, never 0.
+
+    ``memory_bytes`` is what the driver reports to a program, less than the ``marketed_gb`` (10^9
+    bytes) on the box; ``memory_source`` says who reported it. ``flops_fp16`` and ``flops_fp8`` are the
+    datasheet's dense tensor-core rates, without sparsity. ``interconnect_bytes_per_s`` counts both
+    directions together, as datasheets do. ``unverified`` names fields that no document was seen for.
+    """
+
+    name: str
+    vendor: str
+    architecture: str
+    memory_bytes: int | None
+    memory_source: str | None
+    marketed_gb: int | None
+    bandwidth_bytes_per_s: int | None
+    flops_fp16: int | None
+    flops_fp8: int | None
+    interconnect_bytes_per_s: int | None
+    compute_capability: str | None
+    num_sms: int | None
+    tdp_w: int | None
+    source: str
+    aliases: tuple[str, ...] = ()
+    unverified: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON form."""
+        return {
+            "name": self.name,
+            "vendor": self.vendor,
+            "architecture": self.architecture,
+            "memory_bytes": self.memory_bytes,
+            "memory_source": self.memory_source,
+            "marketed_gb": self.marketed_gb,
+            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
+            "flops_fp16": self.flops_fp16,
+            "flops_fp8": self.flops_fp8,
+            "interconnect_bytes_per_s": self.interconnect_bytes_per_s,
+            "compute_capability": self.compute_capability,
+            "num_sms": self.num_sms,
+            "tdp_w": self.tdp_w,
+            "source": self.source,
+            "aliases": list(self.aliases),
+            "unverified": list(self.unverified),
+        }
