@@ -101,7 +101,9 @@ def read_trace(
     if format == "auto":
         format = _recognise(first, lines)
     elif format not in FORMATS:
-        raise InputError(f'unknown trace format "{format}"', where="--format", hint=f"known: auto, {', '.join(FORMATS)}")
+        raise InputError(
+            f'unknown trace format "{format}"', where="--format", hint=f"known: auto, {', '.join(FORMATS)}"
+        )
     if format == "scenario":
         trace = _read_scenario(lines)
     else:
@@ -114,12 +116,16 @@ def read_trace(
         requests = [r._replace(arrival=r.arrival - origin) for r in requests]
     if rate_scale != 1:
         if trace.step_numbered:
-            raise InputError("step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out")
+            raise InputError(
+                "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
+            )
         top, bottom = rate_scale.numerator, rate_scale.denominator
         requests = [r._replace(arrival=r.arrival * bottom // top) for r in requests]
     requests.sort(key=lambda r: r.arrival)  # stable: ties keep the order of the file
     if not requests:
-        raise InputError("the trace holds no request", where=lines.name, hint="give a trace with at least one line")
+        raise InputError(
+            "the trace holds no request", where=lines.name, hint="give a trace with at least one line"
+        )
     return replace(trace, requests=requests)
 
 
@@ -159,7 +165,9 @@ class _Lines:
                     break
                 self.number += 1
             else:
-                raise InputError("the trace is empty", where=self.name, hint="give a trace with at least one line")
+                raise InputError(
+                    "the trace is empty", where=self.name, hint="give a trace with at least one line"
+                )
         return _decode(self._first, f"{self.name}:{self.number + 1}")
 
     def skip(self) -> None:
@@ -249,15 +257,14 @@ def _collect(
     first_bad: InputError | None = None
     bad = 0
     for row in rows:
-        if isinstance(row, Request) and row.id in ids:
-            row = _BadLine(f"id {_quoted(row.id)} stands twice", "give each request an id of its own")
-        if isinstance(row, _BadLine):
+        if isinstance(row, Request) and row.id not in ids:
+            ids.add(row.id)
+            requests.append(row)
+        else:
             bad += 1
+            problem = row if isinstance(row, _BadLine) else _twice(row.id)
             if first_bad is None:
-                first_bad = InputError(str(row), where=f"{lines.name}:{lines.number}", hint=row.hint)
-            continue
-        ids.add(row.id)
-        requests.append(row)
+                first_bad = InputError(str(problem), where=f"{lines.name}:{lines.number}", hint=problem.hint)
         if limit is not None and len(requests) >= limit:
             break
     if first_bad is not None and not skip_bad_lines:
@@ -267,6 +274,10 @@ def _collect(
             )
         raise first_bad
     return requests, bad
+
+
+def _twice(request_id: str) -> _BadLine:
+    return _BadLine(f"id {_quoted(request_id)} stands twice", "give each request an id of its own")
 
 
 def _each_line(lines: _Lines, parse: Callable[[str, int], Request]) -> Iterator[Request | _BadLine]:
@@ -394,10 +405,11 @@ def _read_scenario(lines: _Lines) -> Trace:
     for place, row in enumerate(rows):
         try:
             request = _scenario_request(row)
-            if request.id in ids:
-                raise _BadLine(f"id {_quoted(request.id)} stands twice", "give each request an id of its own")
         except _BadLine as bad:
             raise InputError(str(bad), where=f"{lines.name}, requests[{place}]", hint=bad.hint) from bad
+        if request.id in ids:
+            twice = _twice(request.id)
+            raise InputError(str(twice), where=f"{lines.name}, requests[{place}]", hint=twice.hint)
         ids.add(request.id)
         requests.append(request)
     return Trace(lines.name, "scenario", requests, step_numbered=True, scenario=config)
@@ -421,14 +433,17 @@ def _scenario_config(config: object) -> SchedulerConfig:
         value = settings.pop(key, unused)
         if value != unused:
             raise _BadLine(
-                f"not yet supported: {key} {json.dumps(value)}", "one full-attention group, synchronous, can be run"
+                f"not yet supported: {key} {json.dumps(value)}",
+                "one full-attention group, synchronous, can be run",
             )
     for key in _SCENARIO_IGNORED:
         settings.pop(key, None)
-    known = {f for f in SchedulerConfig.__dataclass_fields__}
+    known = set(SchedulerConfig.__dataclass_fields__)
     for key in settings.keys() - known:
         near = difflib.get_close_matches(key, known, n=1)
-        raise _BadLine(f"unknown setting {_quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out")
+        raise _BadLine(
+            f"unknown setting {_quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out"
+        )
     for key, kind in _SCENARIO_TYPES.items():
         if key in settings and (
             not isinstance(settings[key], kind) or (isinstance(settings[key], bool) and kind is not bool)
@@ -573,7 +588,13 @@ def _with_hash_ids(request: Request, ids: object, block_size: int) -> Request:
 
 def _shown(value: object) -> str:
     """A wrong value as an error quotes it."""
-    return "missing" if value is None else _quoted(json.dumps(value)) if not isinstance(value, str) else _quoted(value)
+    return (
+        "missing"
+        if value is None
+        else _quoted(json.dumps(value))
+        if not isinstance(value, str)
+        else _quoted(value)
+    )
 
 
 def _quoted(text: str) -> str:

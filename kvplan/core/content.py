@@ -43,16 +43,17 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
     parent = b""
     pieces: list[str] = []
     room = block_size
-    for stream, start, length in join_segments(segments):
-        label = f"{len(stream)}:{stream}@"  # length first, so that no name can imitate another
-        while length >= room:
+    for segment in join_segments(segments):
+        label = f"{len(segment.stream)}:{segment.stream}@"  # length first: no name can imitate another
+        start, left = segment.start, segment.length
+        while left >= room:
             pieces.append(f"{label}{start}+{room}")
             parent = blake2b(parent + "".join(pieces).encode(), digest_size=16).digest()
             yield parent
             pieces.clear()
             start += room
-            length -= room
+            left -= room
             room = block_size
-        if length:
-            pieces.append(f"{label}{start}+{length}")
-            room -= length
+        if left:
+            pieces.append(f"{label}{start}+{left}")
+            room -= left

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence as Seq
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
@@ -472,7 +473,9 @@ class Metrics:
         if not count or self.seconds_per_tick is None:
             return Distribution(count)
         p50, p90, p95, p99 = (self._seconds(percentile(ordered, ends, p)) for p in (50, 90, 95, 99))
-        return Distribution(count, self._seconds(total / count), p50, p90, p95, p99, self._seconds(ordered[-1]))
+        return Distribution(
+            count, self._seconds(total / count), p50, p90, p95, p99, self._seconds(ordered[-1])
+        )
 
 
 def percentile(ordered: Seq[float], ends: Seq[int], percent: int) -> float:

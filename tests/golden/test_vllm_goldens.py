@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvplan.core.simulate import StepRecord
-from kvplan.jobs.simulate import Simulation, SimulateResult
+from kvplan.jobs.simulate import SimulateResult, Simulation
 from kvplan.options import SimulateOptions
 
 DATA = Path(__file__).parent / "data"

@@ -1,0 +1,84 @@
+"""The command line: parse, call one job, render, exit. No formula lives here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from kvplan import __version__
+from kvplan.cli import catalogues, check, simulate, size
+from kvplan.errors import InputError, KvplanError
+from kvplan.text import literal
+
+#: Click's exceptions, whichever Click it is that Typer brings.
+_USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
+_CLICK_EXCEPTION: type[Exception] = _USAGE_ERROR.__bases__[0]
+
+app = typer.Typer(
+    name="kvplan",
+    epilog="Start with: kvplan size llama-2-13b --seq 4096",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+size.register(app)
+simulate.register(app)
+check.register(app)
+catalogues.register(app)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"kvplan {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def kvplan(
+    _version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Memory planner and simulator for LLM serving: what fits, and what real traffic does to the KV cache."""
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run a command line and exit with the contract's code: 0 yes, 1 no, 2 wrong input, 130 interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    as_json = "--json" in arguments
+    try:
+        code = app(arguments, prog_name="kvplan", standalone_mode=False)
+    except KvplanError as error:
+        code = _fail(error, as_json=as_json)
+    except typer.Abort:
+        sys.stderr.write("kvplan: interrupted\n")
+        code = 130
+    except BrokenPipeError:  # the reader of our output left
+        sys.stderr.close()
+        code = 0
+    except _CLICK_EXCEPTION as error:
+        code = _fail(_from_click(error), as_json=as_json)
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+def _from_click(error: Exception) -> InputError:
+    """A usage error in our own form."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "kvplan"
+    message = error.format_message() if hasattr(error, "format_message") else str(error)
+    return InputError(message.rstrip("."), where=command, hint=f"{command} --help shows the usage")
+
+
+def _fail(error: KvplanError, *, as_json: bool) -> int:
+    if as_json:
+        sys.stdout.write(json.dumps({"error": error.to_dict()}) + "\n")
+    else:
+        sys.stderr.write(f"kvplan: error: {literal(str(error))}\n")
+        if error.hint:
+            sys.stderr.write(f"{literal(error.hint)}\n")
+    return error.exit_code

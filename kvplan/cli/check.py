@@ -1,0 +1,87 @@
+"""`kvplan check`."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvplan.cli import options as shared
+from kvplan.errors import InputError
+
+if TYPE_CHECKING:
+    from kvplan.jobs.check import CheckReport
+
+_FORMATS = ("table", "json", "github")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("check", epilog="Example: kvplan check capacity.yaml --junit report.xml")(check)
+
+
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE.yaml", help="The checks to run.")],
+    junit: Annotated[
+        str | None, typer.Option("--junit", metavar="OUT.xml", help="Write a JUnit report.")
+    ] = None,
+    output_format: Annotated[
+        str, typer.Option("--output-format", metavar="table|json|github", help="What to print.")
+    ] = "table",
+    json: shared.Json = False,
+) -> None:
+    """Hold figures of size and simulate against a file of expectations, for CI."""
+    from kvplan.jobs.check import CheckReport, read_checks
+    from kvplan.output import check_output_path, whole_file
+
+    if output_format not in _FORMATS:
+        raise InputError(
+            f'"{output_format}" is no output format',
+            where="--output-format",
+            hint=f"use {', '.join(_FORMATS)}",
+        )
+    check_output_path(junit, "--junit")
+    planned = read_checks(file)
+    results = []
+    for number, one in enumerate(planned, 1):
+        if sys.stderr.isatty():
+            sys.stderr.write(f"check {number} of {len(planned)}\n")
+        results.append(one.run())
+    report = CheckReport(file, tuple(results))
+    if junit is not None:
+        from kvplan.junit import junit_xml
+
+        with whole_file(junit) as out:
+            out.write(junit_xml(report))
+    if json or output_format == "json":
+        shared.print_json(report.to_dict())
+    elif output_format == "github":
+        sys.stdout.write(_annotations(report))
+    else:
+        from kvplan.report import Report
+
+        Report().checks(report)
+    if not report.all_passed:
+        raise typer.Exit(1)
+
+
+def _annotations(report: CheckReport) -> str:
+    """Workflow commands of GitHub Actions: an error at the line of each expectation that fails."""
+    lines = [
+        f"::error file={_property(report.path)},line={v.line},col={v.column},title={_property(c.name)}::"
+        f"{_data(f'{v.figure} is {v.actual_text}, expected {v.expected}')}"
+        for c in report.checks
+        for v in c.verdicts
+        if not v.passed
+    ]
+    lines.append(f"::notice::{report.passed} of {len(report.checks)} capacity checks pass")
+    return "".join(line + "\n" for line in lines)
+
+
+def _data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _property(text: str) -> str:
+    return _data(text).replace(":", "%3A").replace(",", "%2C")

@@ -1,0 +1,163 @@
+"""`kvplan simulate`."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kvplan.cli import options as shared
+
+if TYPE_CHECKING:
+    from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command("simulate", epilog="Example: kvplan simulate chat --model llama-3.1-8b --gpu l40s")(simulate)
+
+
+def simulate(
+    ctx: typer.Context,
+    trace: Annotated[
+        str,
+        typer.Argument(
+            metavar="TRACE", help="A trace file, - for standard input, or a shipped workload (chat)."
+        ),
+    ],
+    model: Annotated[str | None, typer.Option("--model", help="The model served (llama-3.1-8b).")] = None,
+    gpu: shared.Gpu = None,
+    gpu_memory: shared.GpuMemory = None,
+    kv_cache_memory_bytes: shared.KvCacheMemoryBytes = None,
+    num_gpu_blocks_override: shared.NumGpuBlocksOverride = None,
+    block_size: shared.BlockSize = None,
+    tensor_parallel_size: shared.TensorParallelSize = None,
+    dtype: shared.Dtype = None,
+    kv_cache_dtype: shared.KvCacheDtype = None,
+    gpu_memory_utilization: shared.GpuMemoryUtilization = None,
+    max_model_len: shared.MaxModelLen = None,
+    max_num_seqs: shared.MaxNumSeqs = None,
+    max_num_batched_tokens: shared.MaxNumBatchedTokens = None,
+    enforce_eager: shared.EnforceEager = None,
+    engine: shared.Engine = None,
+    margin: shared.Margin = None,
+    enable_prefix_caching: Annotated[
+        bool | None,
+        typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse equal prefixes (on)."),
+    ] = None,
+    enable_chunked_prefill: Annotated[
+        bool | None,
+        typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts (on)."),
+    ] = None,
+    long_prefill_token_threshold: Annotated[
+        int | None,
+        typer.Option("--long-prefill-token-threshold", help="Longest prompt chunk in a step (0: no limit)."),
+    ] = None,
+    scheduling_policy: Annotated[
+        str | None,
+        typer.Option("--scheduling-policy", metavar="fcfs|priority", help="Who goes first (fcfs)."),
+    ] = None,
+    step_time: Annotated[
+        float | None,
+        typer.Option("--step-time", metavar="SECONDS", help="A constant instead of the latency model."),
+    ] = None,
+    format: Annotated[
+        str, typer.Option("--format", help="Of the trace: auto, kvplan, azure, mooncake or scenario.")
+    ] = "auto",
+    limit: Annotated[
+        int | None, typer.Option("--limit", help="Only the first requests of the trace.")
+    ] = None,
+    rate_scale: Annotated[
+        float | None, typer.Option("--rate-scale", help="2 makes requests arrive twice as fast.")
+    ] = None,
+    warmup: Annotated[
+        float | None,
+        typer.Option("--warmup", metavar="SECONDS", help="Left out of the figures at the start."),
+    ] = None,
+    slo_ttft: Annotated[
+        float | None, typer.Option("--slo-ttft", metavar="SECONDS", help="Goal for goodput.")
+    ] = None,
+    slo_tpot: Annotated[
+        float | None, typer.Option("--slo-tpot", metavar="SECONDS", help="Goal for goodput.")
+    ] = None,
+    slo_e2e: Annotated[
+        float | None, typer.Option("--slo-e2e", metavar="SECONDS", help="Goal for goodput.")
+    ] = None,
+    skip_bad_lines: Annotated[
+        bool, typer.Option("--skip-bad-lines", help="Leave out lines that are wrong.")
+    ] = False,
+    requests: Annotated[
+        str | None, typer.Option("--requests", metavar="OUT.csv", help="Write what became of each request.")
+    ] = None,
+    timeline: Annotated[
+        str | None,
+        typer.Option(
+            "--timeline", metavar="OUT.(csv|png|svg)", help="Write the KV pool and queues over time."
+        ),
+    ] = None,
+    events: Annotated[
+        str | None, typer.Option("--events", metavar="OUT.jsonl", help="Write each step's decisions.")
+    ] = None,
+    events_detail: Annotated[
+        bool, typer.Option("--events-detail", help="With --events: block ids too.")
+    ] = False,
+    set: shared.Set = None,
+    models: shared.Models = None,
+    profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
+    json: shared.Json = False,
+) -> None:
+    """Replay a trace through vLLM's scheduler, block pool and prefix cache."""
+    from kvplan.jobs.simulate import Simulation
+    from kvplan.options import SimulateOptions
+    from kvplan.output import check_output_path
+
+    for path, option in ((requests, "--requests"), (timeline, "--timeline"), (events, "--events")):
+        check_output_path(path, option)
+    simulation = Simulation(trace, shared.from_params(SimulateOptions, ctx.params))
+    result = _run(simulation, requests, timeline, events, events_detail)
+    for warning in result.warnings:
+        shared.warn(warning)
+    if json:
+        shared.print_json(result.to_dict(profile=profile))
+    else:
+        from kvplan.report import Report
+
+        Report().simulate(result, profile=profile)
+    if result.simulation["status"] == "interrupted":
+        raise typer.Exit(130)
+    if result.simulation["status"] == "stuck":
+        raise typer.Exit(1)
+
+
+def _run(
+    simulation: Simulation,
+    requests: str | None,
+    timeline: str | None,
+    events: str | None,
+    events_detail: bool,
+) -> SimulateResult:
+    """Run with the observers that the outputs need; files appear when all is done."""
+    from kvplan.output import EventWriter, Timeline, whole_file, write_requests
+
+    scale = simulation.seconds_per_tick
+    observers: list[Observer] = []
+    with ExitStack() as outputs:
+        if events is not None:
+            observers.append(
+                EventWriter(outputs.enter_context(whole_file(events)), scale, detail=events_detail)
+            )
+        columns = Timeline(simulation.usable_blocks) if timeline is not None else None
+        if columns is not None:
+            observers.append(columns)
+        if sys.stderr.isatty():
+            from kvplan.cli.progress import Progress
+
+            observers.append(outputs.enter_context(Progress(len(simulation.trace.requests))))
+        result = simulation.run(observers)
+        if requests is not None:
+            write_requests(outputs.enter_context(whole_file(requests)), result.records, scale)
+        if timeline is not None and columns is not None:
+            columns.write(timeline, scale)
+    return result

@@ -1,0 +1,103 @@
+"""`kvplan size`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Annotated
+
+import typer
+
+from kvplan.cli import options as shared
+from kvplan.errors import InputError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(
+        "size", epilog="Example: kvplan size llama-2-13b --seq 4096 --concurrency 10 --gpu a100-80gb"
+    )(size)
+
+
+def size(
+    ctx: typer.Context,
+    model: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="Catalogue names, config.json files or model folders."),
+    ] = None,
+    seq: Annotated[int | None, typer.Option("--seq", help="Tokens of one sequence.")] = None,
+    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Sequences at once (1).")] = None,
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            "--gpu", metavar="NAME[,NAME]|all", help="GPUs of the catalogue; 8xNAME is eight of one."
+        ),
+    ] = None,
+    gpu_memory: shared.GpuMemory = None,
+    kv_cache_memory_bytes: shared.KvCacheMemoryBytes = None,
+    tensor_parallel_size: shared.TensorParallelSize = None,
+    dtype: shared.Dtype = None,
+    kv_cache_dtype: shared.KvCacheDtype = None,
+    block_size: shared.BlockSize = None,
+    gpu_memory_utilization: shared.GpuMemoryUtilization = None,
+    max_model_len: shared.MaxModelLen = None,
+    max_num_seqs: shared.MaxNumSeqs = None,
+    max_num_batched_tokens: shared.MaxNumBatchedTokens = None,
+    num_gpu_blocks_override: shared.NumGpuBlocksOverride = None,
+    enforce_eager: shared.EnforceEager = None,
+    engine: shared.Engine = None,
+    margin: shared.Margin = None,
+    vllm_command: shared.VllmCommand = None,
+    ignore_flag: shared.IgnoreFlag = None,
+    set: shared.Set = None,
+    models: shared.Models = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers.")] = False,
+    json: shared.Json = False,
+) -> None:
+    """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
+    from kvplan.jobs.size import SizeResult, gpu_names, rank_by_gpu, size_with
+    from kvplan.options import SizeOptions
+    from kvplan.vllm_command import read_command
+
+    options = shared.from_params(SizeOptions, ctx.params)
+    names = list(model or [])
+    origins: dict[str, str] = {}
+    if vllm_command is not None:
+        command = read_command(vllm_command, ignored_flags=ignore_flag or ())
+        if names:
+            raise InputError(
+                "MODEL and --vllm-command both name a model", where="kvplan size", hint="give one of them"
+            )
+        names = [command.model]
+        origins = command.fill(options)
+        for text in command.ignored:
+            shared.warn(f"ignored in --vllm-command: {text}")
+    if not names:
+        raise InputError(
+            "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
+        )
+    gpus = gpu_names(options.gpu) if options.gpu is not None else [None]
+    by_model: list[list[SizeResult]] = []
+    for name in names:
+        results = [size_with(name, replace(options, gpu=one), origins) for one in gpus]
+        by_model.append(rank_by_gpu(results) if len(gpus) > 1 else results)
+    everything = [result for results in by_model for result in results]
+    for warning in dict.fromkeys(w for result in everything for w in result.warnings):
+        shared.warn(warning)
+    if json:
+        documents = [r.to_dict(explain=explain) for r in everything]
+        shared.print_json(documents[0] if len(documents) == 1 else {"results": documents})
+    else:
+        _print(by_model, explain=explain)
+    if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in by_model):
+        raise typer.Exit(1)
+
+
+def _print(by_model: list, *, explain: bool) -> None:  # type: ignore[type-arg]
+    from kvplan.report import Report
+
+    report = Report()
+    if len(by_model[0]) > 1:
+        for results in by_model:
+            report.gpu_ranking(results)
+    else:
+        report.size([results[0] for results in by_model], explain=explain)

@@ -1,0 +1,451 @@
+"""The job of `kvplan check`: figures of `size` and `simulate` held against a file of expectations."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
+from decimal import Decimal
+from pathlib import Path
+
+from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
+from kvplan.jobs.simulate import Simulation
+from kvplan.jobs.size import size_with
+from kvplan.options import ServingOptions, SimulateOptions, SizeOptions, check_engine
+from kvplan.safe_yaml import Node, Place, read_yaml
+from kvplan.units import parse_size
+
+SHORT_NAMES = {
+    "fits": "capacity.fits",
+    "headroom": "capacity.headroom_share",
+    "max_concurrency": "capacity.max_concurrency",
+    "concurrent_sequences": "capacity.concurrent_sequences",
+    "kv_cache_tokens": "capacity.kv_cache_tokens",
+    "preemption_events": "preemptions.events",
+    "preempted_requests": "preemptions.requests",
+    "kv_utilization_mean": "kv.utilization.mean",
+    "kv_utilization_p95": "kv.utilization.p95",
+    "kv_utilization_max": "kv.utilization.max",
+    "prefix_hit_rate": "prefix_cache.hit_rate",
+    "token_share": "kv.token_share",
+    "rejected_requests": "requests.rejected",
+    "throughput_requests_per_s": "throughput.requests_per_s",
+    **{
+        f"{latency}_{figure}_s": f"latency.{latency}_s.{figure}"
+        for latency in ("ttft", "tpot", "itl", "e2e", "queue")
+        for figure in ("mean", "p50", "p90", "p95", "p99")
+    },
+}
+
+#: Figures that depend on the estimated time of a step.
+_TIME_FIGURES = ("latency.", "throughput.", "goodput.", "duration_s")
+
+_COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
+    "==": operator.eq,
+    "!=": operator.ne,
+    "<=": operator.le,
+    ">=": operator.ge,
+    "<": operator.lt,
+    ">": operator.gt,
+}
+_EXPECTATION = re.compile(r"\s*(==|!=|<=|>=|<|>)?\s*(.+?)\s*\Z")
+_OWN_KEYS = frozenset(
+    {"name", "expect", "model", "trace", "vllm_command", "ignore_flags", "allow_uncalibrated"}
+)
+_LATER_KEYS = frozenset({"from", "calibration"})
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One expectation and what the figure is. ``line`` and ``column`` are its place in the file, from 1."""
+
+    figure: str
+    expected: str
+    actual: object
+    passed: bool
+    line: int
+    column: int
+    reason: str | None = None
+
+    @property
+    def actual_text(self) -> str:
+        """The figure as a reader wants it."""
+        if self.reason is not None:
+            return self.reason
+        if isinstance(self.actual, float):
+            return f"{self.actual:.6g}"
+        return "unknown" if self.actual is None else str(self.actual)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckResult:
+    """A check with the verdicts on all it expects."""
+
+    name: str
+    line: int
+    verdicts: tuple[Verdict, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether every expectation holds."""
+        return all(verdict.passed for verdict in self.verdicts)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckReport:
+    """All checks of a file, in its order."""
+
+    path: str
+    checks: tuple[CheckResult, ...]
+
+    @property
+    def passed(self) -> int:
+        """How many checks pass."""
+        return sum(1 for check in self.checks if check.passed)
+
+    @property
+    def all_passed(self) -> bool:
+        """Whether none fails."""
+        return self.passed == len(self.checks)
+
+    def to_dict(self) -> dict[str, object]:
+        """The JSON document without its version keys."""
+        return {
+            "file": self.path,
+            "passed": self.passed,
+            "failed": len(self.checks) - self.passed,
+            "checks": [
+                {
+                    "name": check.name,
+                    "line": check.line,
+                    "passed": check.passed,
+                    "verdicts": [
+                        {
+                            "figure": v.figure,
+                            "expected": v.expected,
+                            "actual": v.actual,
+                            "passed": v.passed,
+                            "line": v.line,
+                            "column": v.column,
+                            "reason": v.reason,
+                        }
+                        for v in check.verdicts
+                    ],
+                }
+                for check in self.checks
+            ],
+        }
+
+
+def check(path: str) -> CheckReport:
+    """Run every check of a file. Raises `InputError` with line and column where the file is wrong.
+
+    All checks are read and resolved before the first runs, so a wrong file costs no time.
+    """
+    return CheckReport(path, tuple(planned.run() for planned in read_checks(path)))
+
+
+def read_checks(path: str) -> list[PlannedCheck]:
+    """The checks of a file, each ready to run."""
+    root = read_yaml(Path(path))
+    document = root.mapping("the check file")
+    for key, node in document.items():
+        if key not in ("version", "engine", "defaults", "checks"):
+            raise _unknown_key(key, ("version", "engine", "defaults", "checks"), node)
+    version = document.get("version")
+    if version is None or version.value() != 1:
+        place = (version or root).place
+        raise InputError("version is not 1", where=str(place), hint="write version: 1 on top")
+    engine = document.get("engine")
+    if engine is None:
+        raise InputError(
+            "engine is missing: a newer kvplan must not change a verdict",
+            where=str(root.place),
+            hint="write engine: vllm@0.33",
+        )
+    if not isinstance(engine.value(), str) or "@" not in str(engine.value()):
+        raise InputError(
+            f'engine is "{engine.value()}", without a version',
+            where=str(engine.place),
+            hint="write vllm@0.33",
+        )
+    with _at(engine.place):
+        check_engine(str(engine.value()))
+    defaults = document["defaults"].mapping("defaults") if "defaults" in document else {}
+    for key, node in defaults.items():
+        if key not in _option_names(SizeOptions) | _option_names(SimulateOptions) | {"allow_uncalibrated"}:
+            raise _unknown_key(key, _option_names(SizeOptions) | _option_names(SimulateOptions), node)
+    checks = document.get("checks")
+    entries = checks.sequence("checks") if checks is not None else []
+    if not entries:
+        raise InputError(
+            "there is no check", where=str((checks or root).place), hint="write a list under checks:"
+        )
+    return [_plan(entry, i, defaults, str(engine.value()), Path(path)) for i, entry in enumerate(entries, 1)]
+
+
+class _at:  # noqa: N801  # read as a phrase: with _at(place)
+    """Moves an error to a place in the check file."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        if isinstance(error, KvplanError):
+            inner = f", {error.where}" if error.where else ""
+            raise type(error)(error.what, where=f"{self._place}{inner}", hint=error.hint) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Expectation:
+    figure: str
+    path: str
+    text: str
+    holds: Callable[[object], bool]
+    place: Place
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCheck:
+    """A check that was read: what to compute and what to expect of it."""
+
+    name: str
+    place: Place
+    subject: str
+    options: SizeOptions | SimulateOptions
+    origins: Mapping[str, str]
+    expectations: tuple[_Expectation, ...]
+
+    def run(self) -> CheckResult:
+        """Compute the figures and judge them. An engine that would not start fails every expectation."""
+        try:
+            with _at(self.place):
+                document = self._document()
+        except DoesNotFit as answer:
+            verdicts = tuple(self._judge_refusal(e, answer.what) for e in self.expectations)
+        else:
+            verdicts = tuple(self._judge(e, document) for e in self.expectations)
+        return CheckResult(self.name, self.place.line, verdicts)
+
+    def _document(self) -> Mapping[str, object]:
+        if isinstance(self.options, SimulateOptions):
+            return Simulation(self.subject, self.options, self.origins).run().to_dict()
+        return size_with(self.subject, self.options, self.origins).to_dict()
+
+    def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
+        value = _find(document, expectation)
+        return Verdict(
+            expectation.figure,
+            expectation.text,
+            value,
+            value is not None and expectation.holds(value),
+            expectation.place.line,
+            expectation.place.column,
+        )
+
+    def _judge_refusal(self, expectation: _Expectation, reason: str) -> Verdict:
+        return Verdict(
+            expectation.figure,
+            expectation.text,
+            None,
+            False,
+            expectation.place.line,
+            expectation.place.column,
+            reason,
+        )
+
+
+def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, path: Path) -> PlannedCheck:
+    given = entry.mapping(f"check {number}")
+    name = str(given["name"].value()) if "name" in given else f"check {number}"
+    kind: type[SizeOptions | SimulateOptions] = SimulateOptions if "trace" in given else SizeOptions
+    known = _option_names(kind) | _OWN_KEYS
+    for key, node in given.items():
+        if key in _LATER_KEYS:
+            raise InputError(
+                f"not yet supported: {key}", where=f'{node.place}, check "{name}"', hint="leave it out"
+            )
+        if key not in known:
+            raise _unknown_key(key, known, node)
+    options = kind(engine=engine, margin="high")
+    origins = {"engine": "check file", "margin": "check file"}
+    _fill(options, defaults, origins, "check file, defaults")
+    subject = _subject(given, options, origins, entry, path)
+    _fill(options, given, origins, "check file")
+    if "expect" not in given:
+        raise InputError(
+            f'check "{name}" expects nothing', where=str(entry.place), hint="write expect: {fits: true}"
+        )
+    uncalibrated = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
+    expectations = tuple(
+        _expectation(figure, node, allow_time=uncalibrated is not None and uncalibrated.value() is True)
+        for figure, node in given["expect"].mapping("expect").items()
+    )
+    if not expectations:
+        raise InputError(
+            f'check "{name}" expects nothing', where=str(given["expect"].place), hint="name a figure"
+        )
+    return PlannedCheck(name, entry.place, subject, options, origins, expectations)
+
+
+def _subject(
+    given: Mapping[str, Node],
+    options: SizeOptions | SimulateOptions,
+    origins: dict[str, str],
+    entry: Node,
+    path: Path,
+) -> str:
+    """What the check is about: a model to size, or a trace; a command fills in options on the way."""
+    model: str | None = None
+    if "vllm_command" in given:
+        from kvplan.vllm_command import read_command
+
+        node = given["vllm_command"]
+        ignored = (
+            [str(n.value()) for n in given["ignore_flags"].sequence("ignore_flags")]
+            if "ignore_flags" in given
+            else []
+        )
+        with _at(node.place):
+            command = read_command(str(node.value()), ignored_flags=ignored)
+            command.fill(options, origins)
+        model = command.model
+    if "model" in given:
+        if model is not None:
+            raise InputError(
+                "model and vllm_command both name a model",
+                where=str(given["model"].place),
+                hint="keep one of them",
+            )
+        model = _beside(path, str(given["model"].value()))
+    if isinstance(options, SimulateOptions):
+        options.model = model if model is not None else options.model
+        return _beside(path, str(given["trace"].value()))
+    if model is None:
+        raise InputError(
+            "no model is named", where=str(entry.place), hint="write model: NAME or vllm_command:"
+        )
+    return model
+
+
+def _beside(check_file: Path, name: str) -> str:
+    """A path relative to the check file if there is one, else the name as it is."""
+    candidate = check_file.parent / name
+    return str(candidate) if not Path(name).is_absolute() and candidate.exists() else name
+
+
+def _fill(options: ServingOptions, given: Mapping[str, Node], origins: dict[str, str], origin: str) -> None:
+    known = _option_names(type(options))
+    for key, node in given.items():
+        if key in known and key not in _OWN_KEYS:
+            value = node.value()
+            with _at(node.place):
+                options.set_option(key, value)
+            origins[key] = origin
+
+
+def _option_names(kind: type[ServingOptions]) -> frozenset[str]:
+    return frozenset(item.name for item in fields(kind)) - {"engine"}
+
+
+def _unknown_key(key: str, known: frozenset[str] | tuple[str, ...], node: Node) -> InputError:
+    return unknown_name("key", key, known, where=str(node.key_place), listing="docs/checks.md")
+
+
+# Expectations
+
+
+def _expectation(figure: str, node: Node, *, allow_time: bool) -> _Expectation:
+    path = SHORT_NAMES.get(figure, figure)
+    if path.startswith(_TIME_FIGURES) and not allow_time:
+        raise InputError(
+            f"{figure} depends on step times, which are not calibrated",
+            where=str(node.key_place),
+            hint="add allow_uncalibrated: true to the check to use it all the same",
+        )
+    value = node.value()
+    if not isinstance(value, bool | int | float | str):
+        raise InputError(
+            f"{figure} is held against no single value", where=str(node.place), hint='write ">= 5%" or true'
+        )
+    return _Expectation(figure, path, _text(value), _test(value, node.place), node.key_place)
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _test(value: bool | float | str, place: Place) -> Callable[[object], bool]:
+    """The test that a value or a text such as ``>= 5%`` stands for."""
+    if isinstance(value, bool):
+        return lambda actual: actual is value
+    if isinstance(value, int | float):
+        return lambda actual: _is_number(actual) and actual == value
+    match = _EXPECTATION.match(value)
+    sign, operand = (match.group(1), match.group(2)) if match else (None, value)
+    if operand in ("true", "false") and sign in ("==", "!=", None):
+        wanted = (operand == "true") is (sign != "!=")
+        return lambda actual: actual is wanted
+    number = _number(operand, place, required=sign not in (None, "==", "!="))
+    if number is None:
+        return lambda actual: (actual == operand) is (sign != "!=") and isinstance(actual, str)
+    compare = _COMPARISONS[sign or "=="]
+    return lambda actual: _is_number(actual) and compare(actual, number)  # type: ignore[arg-type]
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _number(text: str, place: Place, *, required: bool) -> float | None:
+    """A number, a percentage or a size; None for other text."""
+    if match := re.fullmatch(r"([-+]?[0-9][0-9_,]*(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3})?)\s*(%?)", text):
+        value = Decimal(match.group(1).replace(",", "").replace("_", ""))
+        if match.group(2):
+            value /= 100
+        return int(value) if value == value.to_integral_value() and abs(value) < 10**18 else float(value)
+    if re.fullmatch(r"[0-9.]+\s*[A-Za-z]+", text):
+        return parse_size(text, where=str(place))
+    if required:
+        raise InputError(
+            f'"{text}" is no number', where=str(place), hint='write ">= 5%", "<= 0.9" or "< 20GiB"'
+        )
+    return None
+
+
+def _find(document: Mapping[str, object], expectation: _Expectation) -> object:
+    """The figure at a dotted path; raises `InputError` with near ones if there is none."""
+    value: object = document
+    for key in expectation.path.split("."):
+        if isinstance(value, Mapping) and key in value:
+            value = value[key]
+        elif isinstance(value, list | tuple) and key.isdigit() and int(key) < len(value):
+            value = value[int(key)]
+        else:
+            raise _unknown_figure(document, expectation)
+    if isinstance(value, Mapping | list | tuple):
+        raise _unknown_figure(document, expectation)
+    return value
+
+
+def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -> InputError:
+    paths = [path for path, _ in _figures(document, "")]
+    near = difflib.get_close_matches(expectation.figure, [*SHORT_NAMES, *paths], n=3, cutoff=0.4)
+    return InputError(
+        f'this check has no figure "{expectation.figure}"',
+        where=str(expectation.place),
+        hint=f"did you mean {' or '.join(near)}?" if near else "use a dotted path of the JSON document",
+    )
+
+
+def _figures(value: object, prefix: str) -> Iterator[tuple[str, object]]:
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _figures(inner, f"{prefix}{key}.")
+    elif not isinstance(value, list | tuple):
+        yield prefix.removesuffix("."), value

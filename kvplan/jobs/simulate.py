@@ -1,0 +1,514 @@
+"""The job of `kvplan simulate`: a trace through the engine, and what it did to the KV cache."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from fractions import Fraction
+from pathlib import Path
+from typing import cast
+
+from kvplan.config import load_model
+from kvplan.core import metrics as figures
+from kvplan.core.cost import Roofline, constant
+from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engines.vllm_plain import VllmPlain
+from kvplan.core.gpu import Gpu
+from kvplan.core.model import ModelSpec
+from kvplan.core.simulate import PICOSECONDS, StepRecord, run
+from kvplan.core.sizing import (
+    DEFAULT_BLOCK_SIZE,
+    ENGINE,
+    ENGINE_VERSION,
+    KvSizes,
+    WeightSizes,
+    default_batch_limits,
+    kv_sizes,
+    plan_capacity,
+    weight_sizes,
+)
+from kvplan.errors import DoesNotFit, InputError
+from kvplan.jobs.size import find_gpu, gpu_budget
+from kvplan.options import (
+    DEFAULT,
+    Resolver,
+    Serving,
+    Settings,
+    SimulateOptions,
+    check_options,
+    resolve_serving,
+    settings_dict,
+)
+from kvplan.trace import Trace, read_trace
+
+DEFAULT_MODEL = "llama-3.1-8b"
+DEFAULT_GPU = "h100-80gb"
+#: Seconds of a step where neither model nor GPU is named.
+DEFAULT_STEP_TIME = 0.02
+#: Version of vLLM whose scheduler rules the engine follows.
+SCHEDULER_VERSION = "0.33.0"
+
+Observer = Callable[[StepRecord], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """What a run itself cost on this machine."""
+
+    wall_s: float
+    cpu_s: float
+    requests_per_s: float | None
+    peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class SimulateResult:
+    """What a trace did to the KV cache and the scheduler.
+
+    ``records`` has each request's own times in ticks of ``seconds_per_tick`` seconds (None: steps).
+    """
+
+    config: Settings
+    simulation: dict[str, object]
+    trace: dict[str, object]
+    requests: figures.RequestCounts
+    steps: int
+    scheduled_tokens: int
+    duration_s: float | None
+    throughput: figures.Throughput
+    kv: figures.KvFigures
+    batch: figures.BatchFigures
+    prefix_cache: figures.PrefixCacheFigures
+    preemptions: figures.PreemptionFigures
+    latency: figures.LatencyFigures
+    goodput: figures.Goodput | None
+    warnings: tuple[str, ...]
+    profile: Profile
+    seconds_per_tick: Fraction | None
+    records: tuple[figures.RequestRecord, ...] = field(repr=False)
+
+    def to_dict(self, *, profile: bool = False) -> dict[str, object]:
+        """The JSON document without its version keys; what this machine took only with ``profile``."""
+        document: dict[str, object] = {
+            "config": settings_dict(self.config),
+            "simulation": self.simulation,
+            "trace": self.trace,
+            "requests": asdict(self.requests),
+            "steps": self.steps,
+            "scheduled_tokens": self.scheduled_tokens,
+            "duration_s": self.duration_s,
+            "throughput": asdict(self.throughput),
+            "kv": asdict(self.kv),
+            "batch": asdict(self.batch),
+            "prefix_cache": asdict(self.prefix_cache),
+            "preemptions": asdict(self.preemptions),
+            "latency": asdict(self.latency),
+            "goodput": asdict(self.goodput) if self.goodput else None,
+            "warnings": list(self.warnings),
+        }
+        if profile:
+            document["profile"] = asdict(self.profile)
+        return document
+
+
+def simulate(trace: str, **options: object) -> SimulateResult:
+    """Replay a trace file, a shipped workload or ``-`` through the vLLM scheduler and block pool.
+
+    ``options`` are the fields of `SimulateOptions`. Raises `InputError` for wrong input and `DoesNotFit`
+    if the engine would not start.
+
+    >>> simulate("chat").requests.unfinished
+    0
+    """
+    return Simulation(trace, SimulateOptions.of(options)).run()
+
+
+class Simulation:
+    """A run that is read and resolved: everything that can be wrong is found before it starts.
+
+    ``origins`` names the origin of options that no flag gave. Raises `InputError` and `DoesNotFit`.
+    """
+
+    def __init__(
+        self, source: str, options: SimulateOptions, origins: Mapping[str, str] | None = None
+    ) -> None:
+        check_options(options)
+        self.options = options
+        self.trace = read_trace(
+            source,
+            format=options.format,
+            limit=options.limit,
+            rate_scale=_exact(options.rate_scale) if options.rate_scale else Fraction(1),
+            skip_bad_lines=options.skip_bad_lines,
+        )
+        self._plan = _plan(self.trace, options, origins)
+        if self.trace.scenario is None:
+            self._plan.config.check()
+        self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
+
+    @property
+    def seconds_per_tick(self) -> Fraction | None:
+        """Seconds of a tick of the clock; None where arrivals are step-numbered without a step time."""
+        return self._plan.seconds_per_tick
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks of the pool that can hold tokens."""
+        return self._plan.config.usable_blocks
+
+    def run(self, observers: Sequence[Observer] = ()) -> SimulateResult:
+        """Replay the trace; ``observers`` see each step. An interrupt ends it with what ran so far."""
+        plan, trace = self._plan, self.trace
+        metrics = figures.Metrics(
+            num_gpu_blocks=plan.config.num_gpu_blocks,
+            block_size=plan.config.block_size,
+            prefix_caching=plan.config.enable_prefix_caching,
+            seconds_per_tick=plan.seconds_per_tick,
+            warmup=self._warmup,
+        )
+        wall, cpu = time.perf_counter(), time.process_time()
+        status, reason = "interrupted", None
+        try:
+            outcome = run(
+                trace.requests,
+                VllmPlain(plan.config),
+                plan.price,
+                metrics,
+                step_numbered=trace.step_numbered,
+                observe=_together(observers),
+            )
+            status, reason = outcome.status, outcome.reason
+        except KeyboardInterrupt:
+            reason = "figures are of the part that ran"
+        profile = _profile(wall, cpu, len(metrics.records))
+        return _result(trace, plan, self.options, metrics, profile, status, reason)
+
+
+def _result(
+    trace: Trace,
+    plan: _Plan,
+    options: SimulateOptions,
+    metrics: figures.Metrics,
+    profile: Profile,
+    status: str,
+    reason: str | None,
+) -> SimulateResult:
+    counts = metrics.request_counts()
+    return SimulateResult(
+        config=plan.settings,
+        simulation={
+            "engine": ENGINE,
+            "engine_version": ENGINE_VERSION,
+            "scheduler_version": SCHEDULER_VERSION,
+            "engine_path": "plain",
+            "async_scheduling": False,
+            "verified": "golden",
+            "status": status,
+            "reason": reason,
+        },
+        trace=trace.to_dict(),
+        requests=counts,
+        steps=metrics.steps,
+        scheduled_tokens=metrics.scheduled_tokens,
+        duration_s=metrics.duration_s,
+        throughput=metrics.throughput(),
+        kv=metrics.kv_figures(),
+        batch=metrics.batch_figures(),
+        prefix_cache=metrics.prefix_cache_figures(),
+        preemptions=metrics.preemption_figures(),
+        latency=metrics.latency(plan.latency_model),
+        goodput=metrics.goodput(figures.Slo(options.slo_ttft, options.slo_tpot, options.slo_e2e)),
+        warnings=(*plan.warnings, *_request_warnings(counts, trace, plan.config)),
+        profile=profile,
+        seconds_per_tick=plan.seconds_per_tick,
+        records=tuple(metrics.records.values()),
+    )
+
+
+def _request_warnings(counts: figures.RequestCounts, trace: Trace, config: SchedulerConfig) -> list[str]:
+    warnings = []
+    if trace.skipped_lines:
+        warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
+    if counts.rejected:
+        warnings.append(
+            f"{counts.rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
+            f"{config.max_model_len:,}"
+        )
+    if counts.truncated:
+        warnings.append(
+            f"{counts.truncated:,} requests stopped at max_model_len {config.max_model_len:,}, short of their output"
+        )
+    return warnings
+
+
+# What to run
+
+
+@dataclass(slots=True)
+class _Plan:
+    """A run, resolved: the engine's settings, the price of a step, and where all came from."""
+
+    config: SchedulerConfig
+    price: Callable[[StepWork], int]
+    seconds_per_tick: Fraction | None
+    latency_model: dict[str, object]
+    settings: Settings
+    warnings: list[str]
+
+
+def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
+    """Settings from flags, else from the trace, else the default model on the default GPU."""
+    sources = dict(origins or {})
+    scenario = trace.scenario
+    if scenario is not None:
+        options = _fill_from_scenario(options, scenario, sources)
+    resolver = Resolver(options, sources)
+    warnings: list[str] = []
+    machine: _Machine | None = None
+    names_machine = options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes
+    if names_machine or options.num_gpu_blocks_override is None:
+        machine = _machine(resolver, warnings)
+        config = _scheduler_config(resolver, machine.pool, scenario)
+    else:
+        config = _scheduler_config(resolver, _free_pool(resolver), scenario)
+    resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
+    price, seconds_per_tick, model = _clock(trace, resolver, machine)
+    return _Plan(config, price, seconds_per_tick, model, resolver.settings, warnings)
+
+
+def _fill_from_scenario(
+    options: SimulateOptions, scenario: SchedulerConfig, sources: dict[str, str]
+) -> SimulateOptions:
+    """The options with what the scenario says for each that was not given."""
+    options = replace(options)
+    known = {item.name for item in fields(options)}
+    for item in fields(scenario):
+        name = _FLAG_OF_SETTING.get(item.name, item.name)
+        if name == "num_gpu_blocks_override" and (options.model or options.gpu):
+            continue  # the named machine has a pool of its own
+        if name in known and getattr(options, name) is None:
+            options.set_option(name, getattr(scenario, item.name))
+            sources[name] = "trace"
+    return options
+
+
+#: Settings of the scheduler whose flag has another name.
+_FLAG_OF_SETTING = {"policy": "scheduling_policy", "num_gpu_blocks": "num_gpu_blocks_override"}
+
+
+@dataclass(frozen=True, slots=True)
+class _Pool:
+    """Blocks, and the limits of the engine over them."""
+
+    num_gpu_blocks: int
+    block_size: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Machine:
+    """A model on a GPU."""
+
+    spec: ModelSpec
+    serving: Serving
+    kv: KvSizes
+    weights: WeightSizes
+    gpu: Gpu | None
+    pool: _Pool
+
+
+def _machine(resolver: Resolver, warnings: list[str]) -> _Machine:
+    options = cast("SimulateOptions", resolver.options)
+    model = resolver.choose("model", DEFAULT_MODEL, "default")
+    gpu_text = options.gpu
+    if gpu_text is None and options.gpu_memory is None and options.kv_cache_memory_bytes is None:
+        gpu_text = resolver.choose("gpu", DEFAULT_GPU, "default")
+    elif gpu_text is not None:
+        resolver.choose("gpu", gpu_text, "default")
+    spec = load_model(
+        model, catalogue=Path(options.models) if options.models else None, overrides=options.set
+    )
+    gpu, count = find_gpu(gpu_text)
+    serving = resolve_serving(spec, resolver, gpu=gpu, gpu_count=count)
+    kv = kv_sizes(spec, serving.deployment)
+    weights = weight_sizes(spec, serving.deployment)
+    capacity = plan_capacity(
+        spec,
+        serving.deployment,
+        kv,
+        weights,
+        gpu=gpu_budget(gpu, options, serving),
+        max_num_batched_tokens=serving.max_num_batched_tokens,
+    )
+    warnings += serving.warnings
+    length = serving.deployment.max_model_len
+    if options.max_model_len == "auto":
+        length = capacity.max_model_len_that_fits
+        resolver.note("max_model_len", length, "--max-model-len auto: the longest that fits")
+    if capacity.usable_blocks == 0 or length == 0:
+        raise DoesNotFit(
+            f"the engine would not start: {capacity.reason}",
+            where=f"{spec.name} on {gpu.name if gpu else 'this memory'}",
+            hint="use a larger GPU or more of them (--tensor-parallel-size)",
+        )
+    pool = _Pool(
+        capacity.num_gpu_blocks,
+        serving.deployment.block_size,
+        serving.max_num_batched_tokens,
+        serving.deployment.max_num_seqs,
+        length,
+    )
+    return _Machine(spec, serving, kv, weights, gpu, pool)
+
+
+def _free_pool(resolver: Resolver) -> _Pool:
+    """A number of blocks without model or GPU."""
+    options = cast("SimulateOptions", resolver.options)
+    count = options.num_gpu_blocks_override
+    assert count is not None, "the caller checks"
+    block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT)
+    batch, seqs = default_batch_limits(None, "")
+    batch = resolver.choose("max_num_batched_tokens", batch, "default without a machine")
+    seqs = resolver.choose("max_num_seqs", min(seqs, batch), "default without a machine")
+    whole_pool = max(1, (count - 1) * block_size)
+    length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
+    if not isinstance(length, int):
+        length = whole_pool
+        resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
+    return _Pool(count, block_size, batch, seqs, length)
+
+
+def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
+    if options.num_gpu_blocks_override is not None:
+        return "num_gpu_blocks_override"
+    if options.kv_cache_memory_bytes is not None:
+        return "kv_cache_memory_bytes"
+    assert machine is not None, "otherwise the number of blocks was given"
+    return "sized from model and GPU (estimated)"
+
+
+def _scheduler_config(resolver: Resolver, pool: _Pool, scenario: SchedulerConfig | None) -> SchedulerConfig:
+    """The engine's settings; those without a flag come from a scenario, else they are the defaults."""
+    caching = resolver.choose("enable_prefix_caching", True, DEFAULT)
+    chunked = resolver.choose("enable_chunked_prefill", True, DEFAULT)
+    threshold = resolver.choose("long_prefill_token_threshold", 0, DEFAULT)
+    policy = resolver.choose("scheduling_policy", "fcfs", DEFAULT)
+    base = SchedulerConfig(
+        num_gpu_blocks=pool.num_gpu_blocks,
+        block_size=pool.block_size,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_seqs=pool.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=caching,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=threshold,
+        policy=cast("Policy", policy),
+    )
+    source = scenario or base
+    for name in (
+        "watermark",
+        "scheduler_reserve_full_isl",
+        "max_num_active_seqs",
+        "long_prefill_token_threshold_adaptive",
+    ):
+        resolver.note(name, getattr(source, name), "trace" if scenario else DEFAULT)
+    return replace(
+        base,
+        long_prefill_token_threshold_adaptive=source.long_prefill_token_threshold_adaptive,
+        watermark=source.watermark,
+        scheduler_reserve_full_isl=source.scheduler_reserve_full_isl,
+        max_num_active_seqs=source.max_num_active_seqs,
+    )
+
+
+# Time
+
+
+def _clock(
+    trace: Trace, resolver: Resolver, machine: _Machine | None
+) -> tuple[Callable[[StepWork], int], Fraction | None, dict[str, object]]:
+    """Price of a step in ticks, seconds of a tick, and the name of the model behind both."""
+    options = cast("SimulateOptions", resolver.options)
+    step_time = options.step_time
+    if step_time is None and machine is None and not trace.step_numbered:
+        step_time = DEFAULT_STEP_TIME
+    if step_time is not None:
+        seconds = _exact(resolver.choose("step_time", step_time, "default without a machine"))
+        model: dict[str, object] = {
+            "name": "constant step time",
+            "calibration": None,
+            "measured_error": None,
+        }
+        if trace.step_numbered:
+            return constant(1), seconds, model
+        return constant(max(1, round(seconds * PICOSECONDS))), Fraction(1, PICOSECONDS), model
+    if trace.step_numbered:
+        return constant(1), None, {"name": None, "calibration": None, "measured_error": None}
+    assert machine is not None, "without a machine there is a step time"
+    model = {"name": "roofline", "calibration": "uncalibrated: datasheet figures", "measured_error": None}
+    return _roofline(machine).step_ps, Fraction(1, PICOSECONDS), model
+
+
+def _roofline(machine: _Machine) -> Roofline:
+    gpu, spec = machine.gpu, machine.spec
+    rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
+    active = spec.weights.active_parameters
+    weight_bytes = machine.weights.per_gpu_bytes
+    if rates[0] is None or rates[1] is None or active is None or weight_bytes is None:
+        lacks = "GPU's bandwidth and FLOP/s" if None in rates else "size of the weights"
+        raise InputError(
+            f"the {lacks} are not known",
+            where="--gpu" if None in rates else "--model",
+            hint="give --step-time",
+        )
+    tp = machine.serving.deployment.tensor_parallel_size
+    return Roofline.from_rates(
+        weight_bytes=weight_bytes,
+        kv_bytes_per_token=machine.kv.per_gpu.bytes_per_token,
+        flops_per_token=2 * active // tp,
+        attention_flops=4 * spec.num_layers * spec.num_heads * spec.head_dim // tp,
+        num_layers=spec.num_layers,
+        bandwidth_bytes_per_s=rates[0],
+        flops_per_s=rates[1],
+    )
+
+
+def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:
+    if not warmup:
+        return 0
+    if seconds_per_tick is None:
+        raise InputError(
+            "step-numbered arrivals have no seconds", where="--warmup", hint="give --step-time too"
+        )
+    return int(_exact(warmup) / seconds_per_tick)
+
+
+def _exact(value: float) -> Fraction:
+    """A number as it was written: 0.02 is 1/50."""
+    return Fraction(repr(value))
+
+
+def _together(observers: Sequence[Observer]) -> Observer | None:
+    if len(observers) < 2:
+        return observers[0] if observers else None
+
+    def observe(record: StepRecord) -> None:
+        for observer in observers:
+            observer(record)
+
+    return observe
+
+
+def _profile(wall: float, cpu: float, num_requests: int) -> Profile:
+    wall_s = time.perf_counter() - wall
+    peak: int | None = None
+    try:
+        import resource  # not on every system
+    except ImportError:
+        pass
+    else:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return Profile(wall_s, time.process_time() - cpu, num_requests / wall_s if wall_s else None, peak)

@@ -1,0 +1,389 @@
+"""What a user can set for `size` and `simulate`, under vLLM's own names, and how it becomes settings.
+
+A field of None was not given. The same names serve flags (with dashes), keys of a check and arguments
+of the Python functions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from types import NoneType, UnionType
+from typing import Self, TypeVar, get_args, get_origin, get_type_hints
+
+from kvplan.core.gpu import Gpu
+from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
+from kvplan.core.sizing import (
+    DEFAULT_BLOCK_SIZE,
+    DEFAULT_GPU_MEMORY_UTILIZATION,
+    ENGINE,
+    ENGINE_VERSION,
+    Deployment,
+    check_tensor_parallel,
+    default_batch_limits,
+)
+from kvplan.errors import InputError, unknown_name
+from kvplan.units import parse_size
+
+#: Engines of the contract that come later; named so that asking for one gets a true answer.
+LATER_ENGINES = (
+    "paged",
+    "sglang",
+    "tensorrt-llm",
+    "llama.cpp",
+    "static",
+    "orca-max",
+    "orca-pow2",
+    "orca-oracle",
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class ServingOptions:
+    """How a model is served: what `size` and `simulate` share. Sizes are texts such as ``80GiB`` or bytes."""
+
+    engine: str | None = None
+    gpu: str | None = None
+    gpu_memory: str | int | None = None
+    tensor_parallel_size: int | None = None
+    dtype: str | None = None
+    kv_cache_dtype: str | None = None
+    block_size: int | None = None
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory_bytes: str | int | None = None
+    num_gpu_blocks_override: int | None = None
+    max_model_len: int | str | None = None
+    max_num_seqs: int | None = None
+    max_num_batched_tokens: int | None = None
+    enforce_eager: bool | None = None
+    margin: str | None = None
+    set: tuple[str, ...] = ()
+    models: str | None = None
+
+    @classmethod
+    def of(cls, values: Mapping[str, object]) -> Self:
+        """Options of these names and values; raises `InputError` for an unknown name or a wrong kind."""
+        options = cls()
+        for name, value in values.items():
+            options.set_option(name, value)
+        return options
+
+    def set_option(self, name: str, value: object) -> None:
+        """Set one field, None being "not given"; raises `InputError` as `of` does."""
+        known = [item.name for item in fields(self)]
+        if name not in known:
+            raise unknown_name("option", name, known, listing="the documentation of this function")
+        if value is None:
+            return
+        kinds = _kinds(type(self), name)
+        if isinstance(value, list) and tuple in kinds and all(isinstance(item, str) for item in value):
+            value = tuple(value)
+        if float in kinds and type(value) is int:
+            value = float(value)
+        if type(value) not in kinds:
+            wanted = " or ".join(sorted(_KIND_NAMES[kind] for kind in kinds))
+            raise InputError(f'{name} is "{value}", not {wanted}', where=flag(name), hint=f"write {wanted}")
+        setattr(self, name, value)
+
+
+@dataclass(slots=True, kw_only=True)
+class SizeOptions(ServingOptions):
+    """Options of `size`. ``seq`` is the length of one sequence in tokens."""
+
+    seq: int | None = None
+    concurrency: int | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class SimulateOptions(ServingOptions):
+    """Options of `simulate`. Times are seconds."""
+
+    model: str | None = None
+    enable_prefix_caching: bool | None = None
+    enable_chunked_prefill: bool | None = None
+    long_prefill_token_threshold: int | None = None
+    scheduling_policy: str | None = None
+    step_time: float | None = None
+    format: str = "auto"
+    limit: int | None = None
+    rate_scale: float | None = None
+    warmup: float | None = None
+    slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    slo_e2e: float | None = None
+    skip_bad_lines: bool = False
+
+
+_KIND_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    tuple: "a list of texts",
+}
+
+
+def _kinds(options: type[ServingOptions], name: str) -> set[type]:
+    """The types that a field takes, None apart."""
+    hint = get_type_hints(options)[name]
+    members = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+    return {get_origin(member) or member for member in members} - {NoneType}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A resolved value and where it came from."""
+
+    value: object
+    source: str
+
+
+Settings = dict[str, Setting]
+Value = TypeVar("Value")
+
+
+def settings_dict(settings: Settings) -> dict[str, object]:
+    """The ``config`` block of the JSON contract."""
+    return {name: {"value": s.value, "source": s.source} for name, s in sorted(settings.items())}
+
+
+_POSITIVE = (
+    "seq",
+    "concurrency",
+    "tensor_parallel_size",
+    "block_size",
+    "num_gpu_blocks_override",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "limit",
+)
+_POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
+#: Wider than any pool or context there is; what lies above is a mistake.
+_MAX_COUNT = 10**10
+
+
+def flag(name: str) -> str:
+    """The flag of an option: ``block_size`` is ``--block-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def check_options(options: ServingOptions) -> None:
+    """Refuse values that are no sensible number; raises `InputError` naming the flag."""
+    for item in fields(options):
+        value = getattr(options, item.name)
+        if value is None:
+            continue
+        if item.name in _POSITIVE or (item.name == "max_model_len" and value != "auto"):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise InputError(
+                    f'"{value}" is not a whole number',
+                    where=flag(item.name),
+                    hint="write a number such as 4096",
+                )
+            if not 0 < value <= _MAX_COUNT:
+                raise InputError(
+                    f"{value} is out of range", where=flag(item.name), hint="write a number from 1 on"
+                )
+        elif item.name in _POSITIVE_TIMES and not (math.isfinite(value) and 0 < value <= 1e9):
+            raise InputError(f"{value} is out of range", where=flag(item.name), hint="write a number above 0")
+    warmup = getattr(options, "warmup", None)
+    if warmup is not None and not (math.isfinite(warmup) and 0 <= warmup <= 1e9):
+        raise InputError(f"{warmup} is out of range", where="--warmup", hint="write seconds from 0 on")
+    threshold = getattr(options, "long_prefill_token_threshold", None)
+    if threshold is not None and not 0 <= threshold <= _MAX_COUNT:
+        raise InputError(
+            f"{threshold} is out of range",
+            where="--long-prefill-token-threshold",
+            hint="write a number from 0 on",
+        )
+    utilization = options.gpu_memory_utilization
+    if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):
+        raise InputError(
+            f"{utilization} is out of range",
+            where="--gpu-memory-utilization",
+            hint="write a share above 0 and up to 1",
+        )
+    for name, known in (("margin", ("low", "mid", "high")), ("scheduling_policy", ("fcfs", "priority"))):
+        value = getattr(options, name, None)
+        if value is not None and value not in known:
+            raise InputError(
+                f'"{value}" is not available with engine {ENGINE}',
+                where=flag(name),
+                hint=f"choose {' or '.join(known)}",
+            )
+    check_engine(options.engine)
+
+
+def check_engine(engine: str | None) -> None:
+    """Accept ``vllm`` and ``vllm@0.33``; raises `InputError` for every other engine or version."""
+    if engine is None:
+        return
+    name, _, version = engine.partition("@")
+    if name in LATER_ENGINES:
+        raise InputError(
+            f"not yet supported: engine {name}", where="--engine", hint=f"use {ENGINE}@{ENGINE_VERSION}"
+        )
+    if name != ENGINE:
+        raise unknown_name(
+            "engine", name, [ENGINE, *LATER_ENGINES], where="--engine", listing="kvplan size --help"
+        )
+    if version and version != ENGINE_VERSION:
+        raise InputError(
+            f'not yet supported: rules of vLLM "{version}"',
+            where="--engine",
+            hint=f"use {ENGINE}@{ENGINE_VERSION}",
+        )
+
+
+def size_in_bytes(value: str | int | None, name: str) -> int | None:
+    """Bytes of a size option."""
+    if value is None or (isinstance(value, int) and value > 0):
+        return value
+    return parse_size(str(value), where=flag(name))
+
+
+class Resolver:
+    """Picks given values over defaults and remembers where each came from.
+
+    ``origins`` names the origin of options that were given by something else than a flag, such as a check file.
+    """
+
+    def __init__(self, options: ServingOptions, origins: Mapping[str, str] | None = None) -> None:
+        self.options = options
+        self.settings: Settings = {}
+        self._origins = origins or {}
+
+    def choose(self, name: str, default: Value, source: str) -> Value:
+        """The given value of an option, else ``default``, which comes from ``source``."""
+        value = getattr(self.options, name)
+        if value is None:
+            self.settings[name] = Setting(default, source)
+            return default
+        self.settings[name] = Setting(value, self._origins.get(name, flag(name)))
+        return value  # type: ignore[no-any-return]  # of the field's own type
+
+    def note(self, name: str, value: object, source: str) -> None:
+        """Record a setting that is not chosen but follows from others."""
+        self.settings[name] = Setting(value, source)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """A deployment with what stands beside it."""
+
+    deployment: Deployment
+    max_num_batched_tokens: int
+    warnings: tuple[str, ...]
+
+
+DEFAULT = f"default of {ENGINE} {ENGINE_VERSION}"
+
+
+def resolve_serving(
+    spec: ModelSpec, resolver: Resolver, *, gpu: Gpu | None, gpu_count: int | None
+) -> Serving:
+    """Fill in what was not given with the engine's and the model's defaults.
+
+    ``gpu_count`` is how many GPUs ``--gpu`` names, None if it does not say. Sequence length and concurrency are
+    left at one sequence of the longest length. Raises `InputError` for settings that the engine refuses.
+    """
+    options = resolver.options
+    warnings: list[str] = []
+    resolver.note(
+        "engine",
+        f"{ENGINE}@{ENGINE_VERSION}",
+        "--engine" if options.engine else "default: the newest rules held",
+    )
+    batch, seqs = default_batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else "")
+    by_gpu = f"{DEFAULT} on {gpu.name}" if gpu else f"{DEFAULT} without a known GPU"
+    batch = resolver.choose("max_num_batched_tokens", batch, by_gpu)
+    seqs = resolver.choose("max_num_seqs", min(seqs, batch), by_gpu)
+    if batch < seqs:
+        raise InputError(
+            f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
+            where="--max-num-batched-tokens",
+            hint="raise it, or lower --max-num-seqs",
+        )
+    tp = resolver.choose("tensor_parallel_size", gpu_count or 1, "--gpu" if gpu_count else DEFAULT)
+    if gpu_count is not None and gpu_count != tp:
+        raise InputError(
+            f"{gpu_count} GPUs for tensor parallel size {tp}",
+            where="--gpu",
+            hint=f"name {tp} GPUs, or leave the number out",
+        )
+    check_tensor_parallel(spec, tp)
+    dtype = _dtype(spec, resolver)
+    deployment = Deployment(
+        seq=1,
+        max_model_len=_max_model_len(spec, resolver, warnings),
+        dtype=dtype,
+        kv_cache_dtype=_kv_dtype(dtype, resolver),
+        tensor_parallel_size=tp,
+        block_size=resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT),
+        gpu_memory_utilization=resolver.choose(
+            "gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT
+        ),
+        max_num_seqs=seqs,
+        enforce_eager=resolver.choose("enforce_eager", False, DEFAULT),
+        margin=resolver.choose("margin", "mid", "default"),
+        kv_cache_memory_bytes=size_in_bytes(options.kv_cache_memory_bytes, "kv_cache_memory_bytes"),
+        num_gpu_blocks_override=options.num_gpu_blocks_override,
+    )
+    for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
+        if getattr(deployment, name) is not None:
+            resolver.choose(name, None, DEFAULT)
+    return Serving(deployment, batch, tuple(warnings))
+
+
+def _max_model_len(spec: ModelSpec, resolver: Resolver, warnings: list[str]) -> int:
+    """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
+    longest = spec.max_position_embeddings
+    if longest is None and resolver.options.max_model_len in (None, "auto"):
+        raise InputError(
+            "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
+        )
+    length: int | str | None = resolver.choose("max_model_len", longest, "the model's maximum")
+    if not isinstance(length, int):
+        assert longest is not None, "checked above"
+        return longest
+    if longest is not None and length > longest:
+        if not spec.rope_scaled:
+            raise InputError(
+                f"max_model_len {length:,} is beyond the model's maximum of {longest:,} tokens",
+                where="--max-model-len",
+                hint=f"use at most {longest}; the engine refuses more unless the model scales its positions",
+            )
+        warnings.append(
+            f"max_model_len {length:,} is beyond the model's {longest:,} tokens: rope scaling is set"
+        )
+    return length
+
+
+def _dtype(spec: ModelSpec, resolver: Resolver) -> str:
+    dtype = resolver.choose("dtype", "auto", DEFAULT)
+    if dtype == "auto":
+        resolver.note("dtype", spec.dtype, f"the model's own ({resolver.settings['dtype'].source})")
+        return spec.dtype
+    alias = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    if alias not in DTYPE_BYTES:
+        raise unknown_name(
+            "dtype", dtype, [*DTYPE_BYTES, "auto"], where="--dtype", listing="kvplan size --help"
+        )
+    return alias
+
+
+def _kv_dtype(dtype: str, resolver: Resolver) -> str:
+    kv_dtype = resolver.choose("kv_cache_dtype", "auto", DEFAULT)
+    if kv_dtype == "auto":
+        resolver.note("kv_cache_dtype", dtype, f"as dtype ({resolver.settings['kv_cache_dtype'].source})")
+        return dtype
+    if kv_dtype not in KV_DTYPE_BYTES:
+        raise unknown_name(
+            "KV-cache dtype",
+            kv_dtype,
+            [*KV_DTYPE_BYTES, "auto"],
+            where="--kv-cache-dtype",
+            listing="kvplan size --help",
+        )
+    return kv_dtype

@@ -1,0 +1,186 @@
+"""Files that a run writes: each appears whole or not at all."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from fractions import Fraction
+from pathlib import Path
+from typing import TextIO
+
+from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
+from kvplan.core.simulate import StepRecord
+from kvplan.errors import InputError
+
+
+def check_output_path(path: str | None, option: str) -> None:
+    """Refuse early what could not be written at the end; raises `InputError`."""
+    if path is None:
+        return
+    target = Path(path)
+    if target.is_dir():
+        raise InputError(f'"{path}" is a folder', where=option, hint="name a file in it")
+    if not target.parent.is_dir():
+        raise InputError(
+            f'the folder of "{path}" does not exist', where=option, hint=f"make {target.parent} first"
+        )
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(
+            f'"{target.parent}" cannot be written to', where=option, hint="choose another folder"
+        )
+
+
+@contextmanager
+def whole_file(path: str) -> Iterator[TextIO]:
+    """A text file that takes its place only when the block ends without an error."""
+    target = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8", newline="") as file:
+            yield file
+        umask = os.umask(0)
+        os.umask(umask)
+        Path(temporary).chmod(0o666 & ~umask)
+        Path(temporary).replace(target)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fraction | None) -> None:
+    """One CSV row a request: what it asked, what became of it, its times in seconds."""
+
+    def seconds(ticks: float | None) -> float | str:
+        return "" if ticks is None or scale is None else ticks * scale.numerator / scale.denominator
+
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(
+        [
+            "id",
+            "status",
+            "arrival_s",
+            "input_tokens",
+            "output_tokens",
+            "generated_tokens",
+            "hit_tokens",
+            "resumed_hit_tokens",
+            "preemptions",
+            "queue_s",
+            "ttft_s",
+            "tpot_s",
+            "e2e_s",
+        ]
+    )
+    for r in records:
+        status = r.rejected_for or ("finished" if r.finished is not None else "unfinished")
+        writer.writerow(
+            [
+                _cell(r.request.id),
+                status,
+                seconds(r.request.arrival),
+                r.request.input_tokens,
+                r.request.output_tokens,
+                r.output_tokens,
+                r.hit_tokens,
+                r.resumed_hit_tokens,
+                r.preemptions,
+                seconds(queue_ticks(r)),
+                seconds(ttft_ticks(r)),
+                seconds(tpot_ticks(r)),
+                seconds(e2e_ticks(r)),
+            ]
+        )
+
+
+def _cell(text: str) -> str:
+    """A name that no spreadsheet takes for a formula."""
+    return f"'{text}" if text[:1] in "=+-@\t\r" else text
+
+
+class EventWriter:
+    """Writes one JSON object a step; empty lists are left out. ``detail`` adds block ids."""
+
+    def __init__(self, file: TextIO, scale: Fraction | None, *, detail: bool) -> None:
+        self._file = file
+        self._scale = scale
+        self._detail = detail
+
+    def __call__(self, record: StepRecord) -> None:
+        """Write one step."""
+        line: dict[str, object] = {"step": record.step}
+        scale = self._scale
+        line["time_s"] = None if scale is None else record.start * scale.numerator / scale.denominator
+        lists: list[tuple[str, list[object]]] = [
+            ("arrived", [r.id for r in record.arrived]),
+            ("rejected", [r.id for r in record.rejected]),
+        ]
+        turn = record.turn
+        if turn is not None:
+            lists += [
+                ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
+                ("admitted", [s.id for s in turn.admitted]),
+                ("resumed", [s.id for s in turn.resumed]),
+                ("preempted", [s.id for s in turn.preempted]),
+                ("finished", [s.id for s in turn.finished]),
+                ("prefix_hits", [[s.id, tokens] for s, tokens in turn.prefix_hits]),
+            ]
+        line.update((name, value) for name, value in lists if value)
+        if turn is not None:
+            line["free_blocks"] = turn.free_blocks
+            line["free_blocks_end"] = turn.free_blocks_end
+            line["running"] = turn.running
+            line["waiting"] = turn.waiting
+            if self._detail:
+                if turn.new_blocks:
+                    line["blocks"] = {s.id: blocks for s, blocks in turn.new_blocks.items()}
+                if turn.evicted_blocks:
+                    line["evicted_blocks"] = turn.evicted_blocks
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+
+class Timeline:
+    """The KV pool and the queues after each step's scheduling, as columns."""
+
+    def __init__(self, usable_blocks: int) -> None:
+        self._usable = usable_blocks
+        self._rows: list[tuple[int, int, int, int, int, int, int]] = []
+
+    def __call__(self, record: StepRecord) -> None:
+        """Note one step."""
+        turn = record.turn
+        if turn is None:
+            return
+        used = self._usable - turn.free_blocks
+        row = (turn.running, turn.waiting, turn.scheduled_tokens, len(turn.preempted))
+        self._rows.append((record.step, record.start, used, *row))
+
+    def write(self, path: str, scale: Fraction | None) -> None:
+        """Write a CSV file, or a picture if the name ends so."""
+        if path.endswith((".png", ".svg")):
+            from kvplan.plots import draw_timeline
+
+            draw_timeline(path, self._rows, self._usable, scale)
+            return
+        with whole_file(path) as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(
+                [
+                    "step",
+                    "time_s",
+                    "used_blocks",
+                    "utilization",
+                    "running",
+                    "waiting",
+                    "scheduled_tokens",
+                    "preempted",
+                ]
+            )
+            for step, start, used, running, waiting, tokens, preempted in self._rows:
+                time_s = "" if scale is None else start * scale.numerator / scale.denominator
+                writer.writerow(
+                    [step, time_s, used, used / self._usable, running, waiting, tokens, preempted]
+                )
