@@ -76,7 +76,7 @@ class Verdict:
             return self.reason
         if isinstance(self.actual, float):
             return f"{self.actual:.6g}"
-        return "unknown" if self.actual is None else str(self.actual)
+        return "unknown" if self.actual is None else _text(self.actual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,6 +434,10 @@ def _find(document: Mapping[str, object], expectation: _Expectation) -> object:
 
 
 def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -> InputError:
+    if expectation.path.startswith("capacity.") and "capacity" not in document:
+        return InputError(
+            f"{expectation.figure} needs a memory budget", where=str(expectation.place), hint="write gpu: NAME"
+        )
     paths = [path for path, _ in _figures(document, "")]
     near = difflib.get_close_matches(expectation.figure, [*SHORT_NAMES, *paths], n=3, cutoff=0.4)
     return InputError(
