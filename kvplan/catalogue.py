@@ -6,34 +6,33 @@ A catalogue is a mapping from name to entry. Only the entry that is asked for be
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kvplan.core.gpu import Gpu
 from kvplan.errors import InputError, unknown_name
 from kvplan.safe_yaml import Node, read_yaml
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One named entry of a catalogue, not yet turned into values."""
 
     name: str
     file: str
     line: int
-    _node: Node
+    node: Node
 
     def values(self) -> dict[str, object]:
         """The entry's fields; raises `InputError` at the first that cannot be read."""
-        return {name: node.value() for name, node in self._node.mapping(self.name).items()}
+        return {name: node.value() for name, node in self.node.mapping(self.name).items()}
 
     def lines(self) -> dict[str, int]:
         """The line of each field, those of a nested ``text_config`` included; under "" that of the entry."""
-        return {"": self.line, **dict(_field_lines(self._node))}
+        return {"": self.line, **dict(_field_lines(self.node))}
 
     def texts(self, field: str) -> list[str]:
         """The plain texts under a field: one, several in a list, or none."""
-        return self._node.texts_under(field)
+        return self.node.texts_under(field)
 
 
 def read_catalogue(path: Path) -> tuple[Entry, ...]:

@@ -21,7 +21,6 @@ from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
 from kvplan.hf_config import CATALOGUE_FIELDS, Origin, spec_from_config
 from kvplan.safe_yaml import parse_scalar
-from kvplan.safetensors import read_stored_weights
 
 __all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
 
@@ -155,6 +154,8 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
         raise InputError(f"the file cannot be read: {error}", where=str(path)) from None
     if not isinstance(config, dict):
         raise InputError("the file holds no JSON object", where=str(path))
+    from kvplan.safetensors import read_stored_weights  # only models in folders have such files
+
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return spec_from_config(
         config,

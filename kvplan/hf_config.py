@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
 from kvplan.core.attention import ATTENTION_KINDS, attention_layers
 from kvplan.core.model import Attention, FullAttention, ModelSpec, OtherAttention, WeightGroup, Weights
 from kvplan.core.weights import weight_groups
 from kvplan.errors import InputError, unknown_name
-from kvplan.safetensors import StoredWeights
+
+if TYPE_CHECKING:
+    from kvplan.safetensors import StoredWeights
 
 #: What vLLM serves a model as whose config says float32 or nothing: 16 bits. Releases before
 #: ``_resolve_auto_dtype`` and GPUs below compute capability 8.0 take float16, others bfloat16
@@ -140,13 +143,12 @@ _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_
 _ROPE_NOT_SCALED = {"default", "mrope", "proportional"}
 
 
-@dataclass(frozen=True, slots=True)
-class Origin:
+class Origin(NamedTuple):
     """Where the fields of a model were written, for error messages."""
 
     file: str
     model: str
-    lines: Mapping[str, int] = field(default_factory=dict)
+    lines: Mapping[str, int] = MappingProxyType({})
 
     def of(self, name: str | None = None) -> str:
         """The place of a field, or of the model as a whole: ``models.yaml:41, model "x"``."""
@@ -154,8 +156,7 @@ class Origin:
         return f'{self.file}{f":{line}" if line else ""}, model "{self.model}"'
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
+class _Fault(NamedTuple):
     name: str
     what: str
     hint: str
@@ -417,7 +418,7 @@ def _as_error(
     }
     if len(faults) == 1:
         line = lines[faults[0].name]
-        place = replace(origin, lines={"": line} if line else {})
+        place = origin._replace(lines={"": line} if line else {})
         return InputError(faults[0].what, where=place.of(), hint=faults[0].hint)
     what = "; ".join(f"{f.what} (line {lines[f.name]})" if lines[f.name] else f.what for f in faults)
     hints = dict.fromkeys(fault.hint for fault in faults)

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
@@ -131,8 +131,7 @@ def _kinds(options: type[ServingOptions], name: str) -> set[type]:
     return {get_origin(member) or member for member in members} - {NoneType}
 
 
-@dataclass(frozen=True, slots=True)
-class Setting:
+class Setting(NamedTuple):
     """A resolved value and where it came from."""
 
     value: object
@@ -268,8 +267,7 @@ class Resolver:
         self.settings[name] = Setting(value, source)
 
 
-@dataclass(frozen=True, slots=True)
-class Serving:
+class Serving(NamedTuple):
     """A deployment with what stands beside it."""
 
     deployment: Deployment

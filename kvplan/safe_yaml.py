@@ -7,8 +7,8 @@ numbers are decimal: any other tag, a duplicate key or an alias that contains it
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import yaml
 
@@ -28,8 +28,7 @@ _WHOLE_NUMBER = re.compile(r"[-+]?(?:0|[1-9][0-9_]{0,30})\Z")
 _TRUTH = {"true": True, "false": False, "yes": True, "no": False, "on": True, "off": False}
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where something stands in a file; line and column count from 1."""
 
     file: str
@@ -40,18 +39,17 @@ class Place:
         return f"{self.file}:{self.line}:{self.column}"
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
+class Node(NamedTuple):
     """A value in a file, not yet turned into Python values, and the place of its key if it has one."""
 
     place: Place
     key_place: Place
-    _node: yaml.Node
+    raw: yaml.Node
 
     def value(self) -> object:
         """The whole value; raises `InputError` at the first part that cannot be read."""
         try:
-            return _Reader(self.place.file).value(self._node, ())
+            return _Reader(self.place.file).value(self.raw, ())
         except RecursionError as error:
             raise InputError(
                 "the value is nested too deeply", where=str(self.place), hint="write it flatter"
@@ -59,15 +57,15 @@ class Node:
 
     def mapping(self, what: str) -> dict[str, Node]:
         """The fields of a mapping; ``what`` names it in the error if it is none."""
-        if not isinstance(self._node, yaml.MappingNode):
+        if not isinstance(self.raw, yaml.MappingNode):
             raise InputError(
                 f"{what} is no mapping", where=str(self.place), hint="write it as key: value lines"
             )
-        if self._node.tag != f"{_TAG}map":
-            raise _bad_tag(self._node, str(self.place))
+        if self.raw.tag != f"{_TAG}map":
+            raise _bad_tag(self.raw, str(self.place))
         file = self.place.file
         fields: dict[str, Node] = {}
-        for key_node, value_node in self._node.value:
+        for key_node, value_node in self.raw.value:
             key = _key(key_node, file)
             if key in fields:
                 raise InputError(
@@ -78,18 +76,18 @@ class Node:
 
     def sequence(self, what: str) -> list[Node]:
         """The items of a list; ``what`` names it in the error if it is none."""
-        if not isinstance(self._node, yaml.SequenceNode) or self._node.tag != f"{_TAG}seq":
+        if not isinstance(self.raw, yaml.SequenceNode) or self.raw.tag != f"{_TAG}seq":
             raise InputError(f"{what} is no list", where=str(self.place), hint="write its items as - lines")
         file = self.place.file
-        return [Node(_place(item, file), _place(item, file), item) for item in self._node.value]
+        return [Node(_place(item, file), _place(item, file), item) for item in self.raw.value]
 
     def texts_under(self, field: str) -> list[str]:
         """The plain texts under a field of a mapping: one, several in a list, or none.
 
         Unlike `mapping` this looks no further and refuses nothing: it is for searching many entries.
         """
-        if isinstance(self._node, yaml.MappingNode):
-            for key, value in self._node.value:
+        if isinstance(self.raw, yaml.MappingNode):
+            for key, value in self.raw.value:
                 if isinstance(key, yaml.ScalarNode) and key.value == field:
                     items = value.value if isinstance(value, yaml.SequenceNode) else [value]
                     return [item.value for item in items if isinstance(item, yaml.ScalarNode)]
@@ -98,7 +96,7 @@ class Node:
     @property
     def is_mapping(self) -> bool:
         """Whether the value has fields."""
-        return isinstance(self._node, yaml.MappingNode)
+        return isinstance(self.raw, yaml.MappingNode)
 
 
 def read_yaml(path: Path, *, name: str | None = None) -> Node:
@@ -178,7 +176,7 @@ class _Reader:
         if isinstance(node, yaml.MappingNode):
             here = _place(node, self._file)
             fields = Node(here, here, node).mapping("the value")
-            return {key: self.value(field._node, (*outer, node)) for key, field in fields.items()}
+            return {key: self.value(field.raw, (*outer, node)) for key, field in fields.items()}
         raise _bad_tag(node, where)
 
 

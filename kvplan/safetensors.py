@@ -13,9 +13,8 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
 from kvplan.errors import InputError
 
@@ -52,8 +51,7 @@ _DTYPE_BITS = {
 _MODEL_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-@dataclass(frozen=True, slots=True)
-class StoredWeights:
+class StoredWeights(NamedTuple):
     """What the files of one model hold together.
 
     ``dtype`` is the one most elements have, None where that is no dtype of a model.
@@ -64,8 +62,7 @@ class StoredWeights:
     dtype: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensor:
+class _Tensor(NamedTuple):
     name: str
     dtype: str
     elements: int

@@ -6,15 +6,15 @@ import difflib
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from decimal import Decimal
+from typing import NamedTuple
 
 from kvplan.errors import InputError
 from kvplan.options import ServingOptions
 
 
-@dataclass(frozen=True, slots=True)
-class VllmCommand:
+class VllmCommand(NamedTuple):
     """Model and options of a command, and what was left out of it on purpose."""
 
     model: str

@@ -56,12 +56,13 @@ def size(
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
     from kvplan.jobs.size import SizeResult, gpu_names, rank_by_gpu, size_with
     from kvplan.options import SizeOptions
-    from kvplan.vllm_command import read_command
 
     options = shared.from_params(SizeOptions, ctx.params)
     names = list(model or [])
     origins: dict[str, str] = {}
     if vllm_command is not None:
+        from kvplan.vllm_command import read_command
+
         command = read_command(vllm_command, ignored_flags=ignore_flag or ())
         if names:
             raise InputError(

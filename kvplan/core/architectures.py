@@ -9,8 +9,8 @@ older config calls them. Source of layouts, field names and defaults: transforme
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+from types import MappingProxyType
+from typing import Literal, NamedTuple
 
 #: Config fields under their common names.
 Config = Mapping[str, object]
@@ -22,8 +22,7 @@ Flag = bool | tuple[str, bool]
 CountRule = Callable[[Config], int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class Experts(NamedTuple):
     """The routed experts of a mixture-of-experts model, each a gated MLP.
 
     Fields read: ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
@@ -41,8 +40,7 @@ class Experts:
     biases: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class Layout(NamedTuple):
     """Which parameters a decoder has. The defaults are Llama's."""
 
     norm: Literal["weight", "weight+bias", "none"] = "weight"
@@ -68,17 +66,16 @@ class Layout:
     head_bias: Flag = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Architecture:
+class Architecture(NamedTuple):
     """What must be known of an architecture to read its config."""
 
     family: str
     #: None where kvplan cannot count the parameters.
     layout: Layout | None = None
     #: Common field name -> the name in this architecture's config.
-    names: Mapping[str, str] = field(default_factory=dict)
+    names: Mapping[str, str] = MappingProxyType({})
     #: Class defaults of fields that a config may leave out; a field that is null is not left out.
-    defaults: Config = field(default_factory=dict)
+    defaults: Config = MappingProxyType({})
     #: Number of key/value heads where ``num_key_value_heads`` is not given; None: as many as query heads.
     kv_heads: CountRule | None = None
     #: ``intermediate_size`` where it is absent, in multiples of ``hidden_size``; None: it is required.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Gpu:
+class Gpu(NamedTuple):
     """One GPU. Unknown figures are None, never 0.
 
     ``memory_bytes`` is what the driver reports to a program, less than the ``marketed_gb`` (10^9
@@ -34,21 +33,4 @@ class Gpu:
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form."""
-        return {
-            "name": self.name,
-            "vendor": self.vendor,
-            "architecture": self.architecture,
-            "memory_bytes": self.memory_bytes,
-            "memory_source": self.memory_source,
-            "marketed_gb": self.marketed_gb,
-            "bandwidth_bytes_per_s": self.bandwidth_bytes_per_s,
-            "flops_fp16": self.flops_fp16,
-            "flops_fp8": self.flops_fp8,
-            "interconnect_bytes_per_s": self.interconnect_bytes_per_s,
-            "compute_capability": self.compute_capability,
-            "num_sms": self.num_sms,
-            "tdp_w": self.tdp_w,
-            "source": self.source,
-            "aliases": list(self.aliases),
-            "unverified": list(self.unverified),
-        }
+        return {**self._asdict(), "aliases": list(self.aliases), "unverified": list(self.unverified)}

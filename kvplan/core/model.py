@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvplan.errors import InputError
 
@@ -22,8 +22,7 @@ Split = Literal["sharded", "kv_heads", "vocab", "replicated"]
 VOCAB_PADDING = 64
 
 
-@dataclass(frozen=True, slots=True)
-class FullAttention:
+class FullAttention(NamedTuple):
     """Layers that keep keys and values of every token: multi-head, grouped-query or multi-query."""
 
     layers: int
@@ -32,7 +31,10 @@ class FullAttention:
     #: Size of a value where it differs from that of a key (MiMo-V2); None: the same.
     value_head_dim: int | None = None
 
-    kind = "full"
+    @property
+    def kind(self) -> str:
+        """The name of this kind."""
+        return "full"
 
     @property
     def value_size(self) -> int:
@@ -58,8 +60,7 @@ class FullAttention:
         }
 
 
-@dataclass(frozen=True, slots=True)
-class OtherAttention:
+class OtherAttention(NamedTuple):
     """Layers of a kind that is known by name but cannot be sized yet, such as ``mla``."""
 
     kind: str
@@ -73,8 +74,7 @@ class OtherAttention:
 Attention = FullAttention | OtherAttention
 
 
-@dataclass(frozen=True, slots=True)
-class WeightGroup:
+class WeightGroup(NamedTuple):
     """Weights that are divided among ranks in one way.
 
     ``elements`` counts the whole model once. ``active_elements`` are those that one token uses: fewer
@@ -102,8 +102,7 @@ class WeightGroup:
         return -(-self.elements // tp)
 
 
-@dataclass(frozen=True, slots=True)
-class Weights:
+class Weights(NamedTuple):
     """What the weights of a model amount to and how that is known.
 
     ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold, where

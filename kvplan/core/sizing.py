@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
 from kvplan.errors import InputError
@@ -25,8 +25,7 @@ DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
 _GIB = 1 << 30
 
 
-@dataclass(frozen=True, slots=True)
-class Deployment:
+class Deployment(NamedTuple):
     """How a model is served. ``max_model_len`` and ``seq`` are in tokens, ``dtype`` is never "auto" here."""
 
     seq: int
@@ -331,8 +330,7 @@ _EXACT = ("kv", "weights")
 _ESTIMATED = ("overhead_bytes", "available_kv_bytes", "num_gpu_blocks", "kv_cache_tokens", "max_concurrency")
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
+class _Verdict(NamedTuple):
     fits: bool
     reason: str
 

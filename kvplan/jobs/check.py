@@ -436,7 +436,9 @@ def _find(document: Mapping[str, object], expectation: _Expectation) -> object:
 def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -> InputError:
     if expectation.path.startswith("capacity.") and "capacity" not in document:
         return InputError(
-            f"{expectation.figure} needs a memory budget", where=str(expectation.place), hint="write gpu: NAME"
+            f"{expectation.figure} needs a memory budget",
+            where=str(expectation.place),
+            hint="write gpu: NAME",
         )
     paths = [path for path, _ in _figures(document, "")]
     near = difflib.get_close_matches(expectation.figure, [*SHORT_NAMES, *paths], n=3, cutoff=0.4)

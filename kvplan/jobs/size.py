@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvplan.config import list_gpus, load_gpu, load_model
@@ -95,7 +95,8 @@ def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | Non
                 f"no length fits: {result.capacity.reason}", where="--max-model-len", hint="use a larger GPU"
             )
         resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
-        serving = replace(serving, deployment=replace(serving.deployment, max_model_len=longest))
+        deployment = serving.deployment._replace(max_model_len=longest)
+        serving = serving._replace(deployment=deployment)
         result = _size(spec, resolver, serving, budget)
     return result
 
@@ -104,7 +105,7 @@ def _size(spec: ModelSpec, resolver: Resolver, serving: Serving, budget: GpuBudg
     longest = serving.deployment.max_model_len
     seq = resolver.choose("seq", longest, "max_model_len")
     concurrency = resolver.choose("concurrency", 1, "default")
-    deployment = replace(serving.deployment, seq=seq, concurrency=concurrency)
+    deployment = serving.deployment._replace(seq=seq, concurrency=concurrency)
     warnings = list(serving.warnings)
     maximum = spec.max_position_embeddings
     if maximum is not None and seq > maximum:
