@@ -47,6 +47,22 @@ def parse_size(text: str, *, where: str) -> int:
     return size
 
 
+_COUNT_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def parse_count(text: str, *, where: str) -> int:
+    """A whole number, as vLLM reads lengths: ``32k`` is 32,000 and ``32K`` 32,768. Raises `InputError`."""
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([kKmMgG]?)", text.strip())
+    value = Decimal(match.group(1)) * _COUNT_SCALES[match.group(2)] if match else Decimal("0.5")
+    if value != value.to_integral_value():
+        raise InputError(
+            f'"{text}" is not a whole number',
+            where=where,
+            hint="write a number such as 4096, 32k (1,000s) or 32K (1,024s)",
+        )
+    return int(value)
+
+
 def format_bytes(size: int | None) -> str:
     """A size in binary units that says so: ``12.5 GiB``; ``unknown`` for None.
 

@@ -7,11 +7,11 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
-from decimal import Decimal
 from typing import NamedTuple
 
 from kvplan.errors import InputError
 from kvplan.options import ServingOptions
+from kvplan.units import parse_count
 
 
 class VllmCommand(NamedTuple):
@@ -128,21 +128,7 @@ def _unhandled(name: str, flag: str) -> InputError:
 
 
 def _whole(text: str, name: str) -> int:
-    """A count; vLLM also takes 32k (1,000), 32K (1,024) and the like for lengths."""
-    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kKmMgG]?)", text)
-    if not match:
-        raise InputError(
-            f'{name} is "{text}", not a number', where="--vllm-command", hint="write a number such as 4096"
-        )
-    scale = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}[
-        match.group(2)
-    ]
-    value = Decimal(match.group(1)) * scale
-    if value != value.to_integral_value():
-        raise InputError(
-            f'{name} is "{text}", not a whole number', where="--vllm-command", hint="write all digits"
-        )
-    return int(value)
+    return parse_count(text, where=f"--vllm-command, {name}")
 
 
 def _length(text: str, name: str) -> int | str:

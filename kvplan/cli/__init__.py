@@ -21,7 +21,7 @@ _CLICK_EXCEPTION: type[Exception] = _USAGE_ERROR.__bases__[0]
 app = typer.Typer(
     name="kvplan",
     epilog="Start with: kvplan size llama-2-13b --seq 4096",
-    no_args_is_help=True,
+    invoke_without_command=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -40,11 +40,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def kvplan(
+    ctx: typer.Context,
     _version: bool = typer.Option(
         False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
     ),
 ) -> None:
     """Memory planner and simulator for LLM serving: what fits, and what real traffic does to the KV cache."""
+    if ctx.invoked_subcommand is None:
+        sys.stdout.write(ctx.get_help() + "\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:

@@ -11,9 +11,9 @@ from typing import Annotated, TypeVar
 import typer
 
 from kvplan import __version__
-from kvplan.errors import InputError
 from kvplan.options import ServingOptions
 from kvplan.text import literal
+from kvplan.units import parse_count
 
 Engine = Annotated[
     str | None, typer.Option("--engine", metavar="NAME[@VERSION]", help="Whose rules: vllm or vllm@0.33.")
@@ -98,14 +98,7 @@ def from_params(kind: type[_Options], params: Mapping[str, object]) -> _Options:
 
 
 def _length(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        return int(text)
-    except ValueError as error:
-        raise InputError(
-            f'"{text}" is not a length', where="--max-model-len", hint="write a number of tokens, or auto"
-        ) from error
+    return text if text == "auto" else parse_count(text, where="--max-model-len")
 
 
 def print_json(document: Mapping[str, object]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -131,6 +131,10 @@ def simulate(
         raise typer.Exit(1)
 
 
+class _Partial(Exception):
+    """The run was interrupted: what it was writing is dropped."""
+
+
 def _run(
     simulation: Simulation,
     requests: str | None,
@@ -143,7 +147,7 @@ def _run(
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
-    with ExitStack() as outputs:
+    with suppress(_Partial), ExitStack() as outputs:
         if events is not None:
             observers.append(
                 EventWriter(outputs.enter_context(whole_file(events)), scale, detail=events_detail)
@@ -156,6 +160,8 @@ def _run(
 
             observers.append(outputs.enter_context(Progress(len(simulation.trace.requests))))
         result = simulation.run(observers)
+        if result.simulation["status"] == "interrupted":
+            raise _Partial  # no file may pass for a whole one
         if requests is not None:
             write_requests(outputs.enter_context(whole_file(requests)), result.records, scale)
         if timeline is not None and columns is not None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvplan.cli import options as shared
 from kvplan.errors import InputError
+
+if TYPE_CHECKING:
+    from kvplan.jobs.size import SizeResult
 
 
 def register(app: typer.Typer) -> None:
@@ -54,7 +57,7 @@ def size(
     json: shared.Json = False,
 ) -> None:
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
-    from kvplan.jobs.size import SizeResult, gpu_names, rank_by_gpu, size_with
+    from kvplan.jobs.size import gpu_names, rank_by_gpu, size_with
     from kvplan.options import SizeOptions
 
     options = shared.from_params(SizeOptions, ctx.params)
@@ -93,7 +96,7 @@ def size(
         raise typer.Exit(1)
 
 
-def _print(by_model: list, *, explain: bool) -> None:  # type: ignore[type-arg]
+def _print(by_model: list[list[SizeResult]], *, explain: bool) -> None:
     from kvplan.report import Report
 
     report = Report()

@@ -82,7 +82,9 @@ class SchedulerConfig:
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
                 f"{needed:,} blocks, the pool has {max(self.usable_blocks, 0):,} usable",
                 where="--max-model-len",
-                hint=f"at most --max-model-len {max(self.usable_blocks, 0) * self.block_size} fits",
+                hint=f"at most --max-model-len {self.usable_blocks * self.block_size} fits"
+                if self.usable_blocks > 0
+                else "give the pool at least two blocks: the null block holds nothing",
             )
 
 

@@ -146,6 +146,18 @@ class Weights(NamedTuple):
             g.elements_per_rank(tensor_parallel_size, num_kv_heads) for g in self.groups
         )
 
+    def bytes_read_per_step(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
+        """Bytes of weights that one rank reads in a step: all but tables of which a token takes one row.
+
+        Every expert counts as read. None if unknown.
+        """
+        held = self.per_gpu_bytes(dtype, tensor_parallel_size, num_kv_heads)
+        if held is None or self.quantization is not None:
+            return held
+        tables = (g for g in self.groups if g.split == "vocab" and g.active_elements < g.elements)
+        skipped = sum(g.elements_per_rank(tensor_parallel_size, num_kv_heads) for g in tables)
+        return held - skipped * DTYPE_BYTES[dtype]
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:

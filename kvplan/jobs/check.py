@@ -6,9 +6,11 @@ import difflib
 import operator
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
+from typing import TypeGuard
 
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.jobs.simulate import Simulation
@@ -186,19 +188,14 @@ def read_checks(path: str) -> list[PlannedCheck]:
     return [_plan(entry, i, defaults, str(engine.value()), Path(path)) for i, entry in enumerate(entries, 1)]
 
 
-class _at:  # noqa: N801  # read as a phrase: with _at(place)
-    """Moves an error to a place in the check file."""
-
-    def __init__(self, place: Place) -> None:
-        self._place = place
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
-        if isinstance(error, KvplanError):
-            inner = f", {error.where}" if error.where else ""
-            raise type(error)(error.what, where=f"{self._place}{inner}", hint=error.hint) from error
+@contextmanager
+def _at(place: Place) -> Iterator[None]:
+    """Move errors to a place in the check file."""
+    try:
+        yield
+    except KvplanError as error:
+        inner = f", {error.where}" if error.where else ""
+        raise type(error)(error.what, where=f"{place}{inner}", hint=error.hint) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -395,10 +392,10 @@ def _test(value: bool | float | str, place: Place) -> Callable[[object], bool]:
     if number is None:
         return lambda actual: (actual == operand) is (sign != "!=") and isinstance(actual, str)
     compare = _COMPARISONS[sign or "=="]
-    return lambda actual: _is_number(actual) and compare(actual, number)  # type: ignore[arg-type]
+    return lambda actual: _is_number(actual) and compare(actual, number)
 
 
-def _is_number(value: object) -> bool:
+def _is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -272,6 +272,7 @@ def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | N
         config = _scheduler_config(resolver, machine.pool, scenario)
     else:
         config = _scheduler_config(resolver, _free_pool(resolver), scenario)
+    resolver.note("engine", f"{ENGINE}@{ENGINE_VERSION}", "--engine" if options.engine else "default")
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, seconds_per_tick, model = _clock(trace, resolver, machine)
     return _Plan(config, price, seconds_per_tick, model, resolver.settings, warnings)
@@ -455,8 +456,10 @@ def _clock(
 def _roofline(machine: _Machine) -> Roofline:
     gpu, spec = machine.gpu, machine.spec
     rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
+    deployment = machine.serving.deployment
+    tp = deployment.tensor_parallel_size
     active = spec.weights.active_parameters
-    weight_bytes = machine.weights.per_gpu_bytes
+    weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
     if rates[0] is None or rates[1] is None or active is None or weight_bytes is None:
         lacks = "GPU's bandwidth and FLOP/s" if None in rates else "size of the weights"
         raise InputError(
@@ -464,7 +467,6 @@ def _roofline(machine: _Machine) -> Roofline:
             where="--gpu" if None in rates else "--model",
             hint="give --step-time",
         )
-    tp = machine.serving.deployment.tensor_parallel_size
     return Roofline.from_rates(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=machine.kv.per_gpu.bytes_per_token,

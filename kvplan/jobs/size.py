@@ -83,6 +83,9 @@ def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | Non
     spec = load_model(model, catalogue=_path(options.models), overrides=options.set)
     gpu, gpu_count = find_gpu(options.gpu)
     resolver = Resolver(options, origins)
+    resolver.note("model", spec.name, "MODEL")
+    if options.gpu is not None:
+        resolver.choose("gpu", options.gpu, "default")
     serving = resolve_serving(spec, resolver, gpu=gpu, gpu_count=gpu_count)
     budget = gpu_budget(gpu, options, serving)
     result = _size(spec, resolver, serving, budget)
