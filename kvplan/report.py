@@ -128,32 +128,34 @@ class Report:
 
     def models(self, models: Sequence[ModelSpec]) -> None:
         """The catalogue of models."""
-        table = _table("model", "parameters", "layers", "KV heads", "head", "max tokens", "attention")
+        table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention")
         for m in models:
+            parameters = m.weights.parameters
+            kinds = [a.kind for a in m.attention]
             table.add_row(
                 literal(m.name),
-                format_count(m.weights.parameters),
+                "unknown" if parameters is None else f"{parameters / 1e9:,.2f}",
                 str(m.num_layers),
-                str(m.num_kv_heads),
-                str(m.head_dim),
+                f"{m.num_kv_heads} x {m.head_dim}",
                 format_count(m.max_position_embeddings),
-                ", ".join(f"{a.layers} {a.kind}" for a in m.attention),
+                ", ".join(kinds if len(kinds) == 1 else [f"{a.layers} {a.kind}" for a in m.attention]),
             )
         self.console.print(table)
 
     def gpus(self, gpus: Sequence[Gpu]) -> None:
         """The catalogue of GPUs."""
-        table = _table("GPU", "memory", "bandwidth", "fp16/bf16 dense", "fp8 dense", "link (both ways)")
+        table = _table("GPU", "memory, GiB", "GB/s", "fp16 TFLOPS", "fp8 TFLOPS", "link GB/s")
         for g in gpus:
             table.add_row(
                 g.name,
-                format_bytes(g.memory_bytes),
-                _rate(g.bandwidth_bytes_per_s, 10**9, "GB/s"),
-                _rate(g.flops_fp16, 10**12, "TFLOPS"),
-                _rate(g.flops_fp8, 10**12, "TFLOPS"),
-                _rate(g.interconnect_bytes_per_s, 10**9, "GB/s"),
+                _in_units(g.memory_bytes, 1 << 30, 2),
+                _in_units(g.bandwidth_bytes_per_s, 10**9),
+                _in_units(g.flops_fp16, 10**12),
+                _in_units(g.flops_fp8, 10**12),
+                _in_units(g.interconnect_bytes_per_s, 10**9),
             )
         self.console.print(table)
+        self._say("Dense tensor-core rates; the link counts both directions; ? is unknown.")
 
     def record(self, fields: dict[str, object]) -> None:
         """One catalogue entry, a line a field."""
@@ -180,8 +182,8 @@ def _flat(item: object) -> str:
     return " ".join(f"{k} {v}" for k, v in item.items()) if isinstance(item, dict) else str(item)
 
 
-def _rate(value: int | None, unit: int, name: str) -> str:
-    return "unknown" if value is None else f"{value / unit:,.0f} {name}"
+def _in_units(value: int | None, unit: int, digits: int = 0) -> str:
+    return "?" if value is None else f"{value / unit:,.{digits}f}"
 
 
 def _table(*columns: str) -> Table:

@@ -7,7 +7,7 @@ Exact: everything derived from the shape of the model. Estimated: what the engin
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
@@ -68,17 +68,11 @@ class KvBytes:
 
 
 @dataclass(frozen=True, slots=True)
-class KvSizes:
-    """The ``kv`` block of the JSON contract."""
+class KvSizes(KvBytes):
+    """The ``kv`` block of the JSON contract: the whole model once, and beside it one rank."""
 
     dtype: str
     block_size: int
-    bytes_per_token: int
-    fixed_bytes_per_sequence: int
-    bytes_per_block: int
-    bytes_per_sequence: int
-    allocated_bytes_per_sequence: int
-    total_bytes: int
     groups: tuple[KvGroup, ...]
     cluster_bytes_per_token: int
     per_gpu: KvBytes
@@ -189,14 +183,9 @@ def kv_sizes(spec: ModelSpec, deployment: Deployment) -> KvSizes:
         for a in layers
     )
     return KvSizes(
+        **asdict(whole),
         dtype=deployment.kv_cache_dtype,
         block_size=deployment.block_size,
-        bytes_per_token=whole.bytes_per_token,
-        fixed_bytes_per_sequence=whole.fixed_bytes_per_sequence,
-        bytes_per_block=whole.bytes_per_block,
-        bytes_per_sequence=whole.bytes_per_sequence,
-        allocated_bytes_per_sequence=whole.allocated_bytes_per_sequence,
-        total_bytes=whole.total_bytes,
         groups=groups,
         cluster_bytes_per_token=rank.bytes_per_token * tp,
         per_gpu=rank,
