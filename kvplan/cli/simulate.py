@@ -155,11 +155,12 @@ def _run(
         columns = Timeline(simulation.usable_blocks) if timeline is not None else None
         if columns is not None:
             observers.append(columns)
+        progress = None
         if sys.stderr.isatty():
             from kvplan.cli.progress import Progress
 
-            observers.append(outputs.enter_context(Progress(len(simulation.trace.requests))))
-        result = simulation.run(observers)
+            progress = outputs.enter_context(Progress(len(simulation.trace.requests)))
+        result = simulation.run(observers, progress=progress)
         if result.simulation["status"] == "interrupted":
             raise _Partial  # no file may pass for a whole one
         if requests is not None:

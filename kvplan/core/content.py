@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from typing import NamedTuple
 
 from kvplan.core.request import Segment
 
@@ -57,3 +58,35 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
         if left:
             pieces.append(f"{label}{start}+{left}")
             room -= left
+
+
+class Run(NamedTuple):
+    """Blocks ``first .. end-1`` of a content: one block, and all that go on in its last stream.
+
+    ``key`` is the first block's own segments. Equal prefixes have equal runs, but for where the last one ends.
+    """
+
+    key: tuple[Segment, ...]
+    stream: str
+    first: int
+    end: int
+
+
+def content_runs(segments: Iterable[Segment], block_size: int) -> list[Run]:
+    """The full blocks of a content as runs. O(segments), however long they are."""
+    runs: list[Run] = []
+    pieces: list[Segment] = []
+    room = block_size
+    block = 0
+    for stream, start, length in join_segments(segments):
+        if length < room:
+            pieces.append(Segment(stream, start, length))
+            room -= length
+            continue
+        pieces.append(Segment(stream, start, room))
+        whole, left = divmod(length - room, block_size)
+        runs.append(Run(tuple(pieces), stream, block, block + 1 + whole))
+        block += 1 + whole
+        pieces = [Segment(stream, start + length - left, left)] if left else []
+        room = block_size - left
+    return runs

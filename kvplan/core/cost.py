@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from kvplan.core.engine import StepWork
 
 _PS = 10**12
+_FOREVER = 1 << 62
 
 #: Share of the datasheet bandwidth that decode steps reach, and time of a step for each layer beside its
 #: bytes and FLOPs: unfitted defaults. Against published token gaps of Qwen3-14B on an H100 (vLLM 0.23) they
@@ -63,6 +64,24 @@ class Roofline:
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
         )
 
+    def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
+        """``(first, growth, valid)`` of steps in which only ``sequences`` decode, ``context`` tokens in the first.
+
+        Step j takes ``first + growth * j`` picoseconds, for j below ``valid``: then the other side of the
+        maximum takes over. Each step adds a token to every context.
+        """
+        memory = self.weights_ps + self.kv_token_ps * context
+        compute = self.token_ps * sequences + self.attention_ps * context
+        memory_growth, compute_growth = self.kv_token_ps * sequences, self.attention_ps * sequences
+        if memory >= compute:
+            first, growth, lead = memory, memory_growth, memory - compute
+            closing = compute_growth - memory_growth
+        else:
+            first, growth, lead = compute, compute_growth, compute - memory
+            closing = memory_growth - compute_growth
+        valid = _FOREVER if closing <= 0 else lead // closing + 1
+        return first + self.overhead_ps, growth, valid
+
     def step_ps(self, work: StepWork) -> int:
         """Picoseconds of a step; one that computes nothing costs the overhead alone."""
         tokens = work.decodes
@@ -81,3 +100,8 @@ class Roofline:
 def constant(ticks: int) -> Callable[[StepWork], int]:
     """A price that is the same for every step."""
     return lambda _work: ticks
+
+
+def constant_decode(ticks: int) -> Callable[[int, int], tuple[int, int, int]]:
+    """The same price in the form of `Roofline.decode`."""
+    return lambda _sequences, _context: (ticks, 0, _FOREVER)

@@ -142,13 +142,21 @@ class StepWork:
 
 @dataclass(slots=True)
 class Turn:
-    """What an engine did in one step.
+    """What an engine did in one step, or in ``steps`` steps in which the same sequences decode.
 
-    Counts taken after scheduling: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used by more
-    than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of them
-    that their owner will fill). ``free_blocks_end`` is taken after the finished were freed.
+    Counts taken after scheduling the first step: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used
+    by more than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of
+    them that their owner will fill). ``free_blocks_end`` is taken after the finished were freed. Sequences that
+    finish do so in the last step.
+
+    An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
+    ``scheduled`` nor in ``sampled``. ``started_decoding``, ``starved`` (their turn did not come) and
+    ``stopped_decoding`` (preempted or finished) say who joined, paused and left. ``takes`` are the blocks taken in each
+    step of a turn of several, ``waste_begun`` pairs of a step's place in it and slots that from then on
+    are known to stay empty.
     """
 
+    steps: int = 1
     scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
     admitted: list[Sequence] = field(default_factory=list)
     resumed: list[Sequence] = field(default_factory=list)
@@ -156,6 +164,13 @@ class Turn:
     prefix_hits: list[tuple[Sequence, int]] = field(default_factory=list)
     sampled: list[Sequence] = field(default_factory=list)
     finished: list[Sequence] = field(default_factory=list)
+    decoders: int = 0
+    started_decoding: list[Sequence] = field(default_factory=list)
+    starved: list[Sequence] = field(default_factory=list)
+    stopped_decoding: list[Sequence] = field(default_factory=list)
+    takes: list[int] = field(default_factory=list)
+    waste_begun: list[tuple[int, int]] = field(default_factory=list)
+    evicted: int = 0
     evicted_blocks: list[int] = field(default_factory=list)
     new_blocks: dict[Sequence, list[int]] = field(default_factory=dict)
     work: StepWork = field(default_factory=StepWork)
@@ -172,4 +187,4 @@ class Turn:
     @property
     def is_dead(self) -> bool:
         """Whether nothing was planned and nobody was preempted: nothing can move."""
-        return not self.scheduled and not self.preempted
+        return not self.scheduled and not self.decoders and not self.preempted

@@ -159,6 +159,29 @@ class Goodput:
     slo: Slo
 
 
+@dataclass(slots=True)
+class _Sums:
+    """Integrals over ticks of queue lengths and slots, and maxima."""
+
+    running: int = 0
+    waiting: int = 0
+    empty: int = 0
+    reserved: int = 0
+    running_max: int = 0
+    waiting_max: int = 0
+    shared_max: int = 0
+
+    def add(self, other: _Sums) -> None:
+        """Take in what came after."""
+        self.running += other.running
+        self.waiting += other.waiting
+        self.empty += other.empty
+        self.reserved += other.reserved
+        self.running_max = max(self.running_max, other.running_max)
+        self.waiting_max = max(self.waiting_max, other.waiting_max)
+        self.shared_max = max(self.shared_max, other.shared_max)
+
+
 class Metrics:
     """Figures of one run. Times come in ticks; ``seconds_per_tick`` None leaves every ``_s`` unknown.
 
@@ -190,14 +213,16 @@ class Metrics:
         self.preemption_events = 0
         self.evicted_blocks = 0
         self._gaps: dict[int, int] = {}
-        # Since the last finish: (ticks, used blocks, running, waiting, empty, reserved, shared) and the
-        # ticks that arrivals waited before the step that first counted them.
-        self._held: list[tuple[int, int, int, int, int, int, int]] = []
-        self._held_waiting = 0
+        # Measured sequences that decode without being visited, and when those of them sampled last whose turn
+        # did not come.
+        self._decoding = 0
+        self._late: dict[str, int] = {}
+        # Since the last finish: (used blocks, ticks) of each step, and sums.
+        self._held_levels: list[tuple[int, int]] = []
+        self._held = _Sums()
         # Of the window so far.
         self._ticks_at: dict[int, int] = {}
-        self._running_ticks = self._waiting_ticks = self._empty_ticks = self._reserved_ticks = 0
-        self._running_max = self._waiting_max = self._shared_max = 0
+        self._sums = _Sums()
 
     # Folding
 
@@ -208,30 +233,29 @@ class Metrics:
         record = RequestRecord(request, request.arrival >= self.window_start, rejected_for)
         self.records[request.id] = record
         if rejected_for is None:
-            self._held_waiting += self._overlap(request.arrival, now)
+            waited = now - max(request.arrival, self.window_start)
+            self._held.waiting += max(0, waited)
 
     def idle(self, start: int, end: int) -> None:
         """Note a gap in which nothing is live."""
-        self._hold(start, end, 0, 0, 0, 0, 0, 0)
+        if self.window_start is None:
+            return  # before the first arrival
+        ticks = end - start - min(self._ticks_before_window(start), end - start)
+        if ticks:
+            self._held_levels.append((0, ticks))
 
-    def fold(self, turn: Turn, start: int, end: int) -> None:
-        """Note a step scheduled at ``start`` whose output is there at ``end``."""
-        self.steps += 1
-        used = self.usable_blocks - turn.free_blocks
-        self._hold(
-            start,
-            end,
-            used,
-            turn.running,
-            turn.waiting,
-            turn.empty_slots,
-            turn.reserved_slots,
-            turn.shared_blocks,
-        )
+    def fold(self, turn: Turn, start: int, end: int, growth: int = 0) -> None:
+        """Note a step scheduled at ``start`` whose output is there at ``end``.
+
+        Of a turn of several steps that is the first; each following one takes ``growth`` ticks more than the
+        one before.
+        """
+        self.steps += turn.steps
+        self._hold_turn(turn, start, end, growth)
         self.scheduled_tokens += turn.scheduled_tokens
         self.recomputed_tokens += turn.recomputed_tokens
         self.preemption_events += len(turn.preempted)
-        self.evicted_blocks += len(turn.evicted_blocks)
+        self.evicted_blocks += turn.evicted
         records = self.records
         for sequence in turn.preempted:
             records[sequence.id].preemptions += 1
@@ -242,18 +266,101 @@ class Metrics:
                 record.hit_tokens = hit_tokens
             else:
                 record.resumed_hit_tokens += hit_tokens
-        self._fold_tokens(turn, end)
+        last_end = end + (turn.steps - 1) * (end - start) + growth * (turn.steps * (turn.steps - 1) // 2)
+        self._fold_decoders(turn, start, end, growth)
+        self._fold_samples(turn, last_end)
         for sequence in turn.finished:
-            records[sequence.id].finished = end
+            record = records[sequence.id]
+            record.finished = last_end
+            record.output_tokens = sequence.num_tokens - record.request.input_tokens
         if turn.finished:
-            self.window_end = end
+            self.window_end = last_end
             self._release_held()
 
-    def _fold_tokens(self, turn: Turn, end: int) -> None:
+    def note_live(self, live: Iterable[tuple[str, int]]) -> None:
+        """Note how many tokens, prompt included, the requests have that never finished."""
+        for request_id, tokens in live:
+            record = self.records[request_id]
+            record.output_tokens = tokens - record.request.input_tokens
+
+    def _hold_turn(self, turn: Turn, start: int, end: int, growth: int) -> None:
+        """Hold the state after each step's scheduling. O(steps)."""
+        used = self.usable_blocks - turn.free_blocks
+        empty, reserved = turn.empty_slots, turn.reserved_slots
+        begun: dict[int, int] = {}
+        for offset, slots in turn.waste_begun:
+            begun[offset] = begun.get(offset, 0) + slots
+        levels = self._held_levels
+        before_window = self._ticks_before_window(start)
+        ticks = end - start
+        total = empty_ticks = reserved_ticks = 0
+        for step in range(turn.steps):
+            if step:
+                taken = turn.takes[step]
+                used += taken
+                change = self.block_size * taken - turn.decoders
+                empty += change
+                reserved += change
+                if begun:
+                    reserved -= begun.get(step, 0)
+                ticks += growth
+            inside = ticks
+            if before_window:
+                cut = min(before_window, ticks)
+                before_window -= cut
+                inside -= cut
+            if inside:
+                levels.append((used, inside))
+                total += inside
+                empty_ticks += empty * inside
+                reserved_ticks += reserved * inside
+        if total:
+            held = self._held
+            held.running += turn.running * total
+            held.waiting += turn.waiting * total
+            held.empty += empty_ticks
+            held.reserved += reserved_ticks
+            held.running_max = max(held.running_max, turn.running)
+            held.waiting_max = max(held.waiting_max, turn.waiting)
+            held.shared_max = max(held.shared_max, turn.shared_blocks)
+
+    def _fold_decoders(self, turn: Turn, start: int, end: int, growth: int) -> None:
+        """Count the gaps of sequences that decode without being visited.
+
+        Each sampled its last token when this turn started, but for those whose turn did not come before.
+        """
+        gaps, late, records = self._gaps, self._late, self.records
+        for sequence in turn.stopped_decoding:
+            if sequence.num_tokens < sequence.max_tokens:  # preempted, in the first and only step
+                records[sequence.id].last_token = late.pop(sequence.id, start)
+                self._decoding -= records[sequence.id].measured
+        if turn.decoders:
+            regular = self._decoding
+            for sequence in turn.starved:
+                regular -= records[sequence.id].measured
+            starved = {sequence.id for sequence in turn.starved}
+            for request_id in [one for one in late if one not in starved]:
+                gap = end - late.pop(request_id)
+                if records[request_id].measured:
+                    regular -= 1
+                    gaps[gap] = gaps.get(gap, 0) + 1
+            for step in range(turn.steps):
+                if regular:
+                    gap = end - start + growth * step
+                    gaps[gap] = gaps.get(gap, 0) + regular
+                regular = self._decoding
+        for sequence in turn.starved:
+            late.setdefault(sequence.id, start)
+        for sequence in turn.stopped_decoding:
+            if sequence.num_tokens >= sequence.max_tokens:
+                self._decoding -= records[sequence.id].measured
+        for sequence in turn.started_decoding:
+            self._decoding += records[sequence.id].measured
+
+    def _fold_samples(self, turn: Turn, end: int) -> None:
         gaps = self._gaps
         for sequence in turn.sampled:
             record = self.records[sequence.id]
-            record.output_tokens += 1
             if record.last_token is None:
                 record.first_token = end
             elif record.measured:
@@ -261,42 +368,18 @@ class Metrics:
                 gaps[gap] = gaps.get(gap, 0) + 1
             record.last_token = end
 
-    def _overlap(self, start: int, end: int) -> int:
-        """Ticks of start..end that lie in the window, as far as its start is concerned."""
+    def _ticks_before_window(self, start: int) -> int:
         assert self.window_start is not None, "time begins with an arrival"
-        return max(0, end - max(start, self.window_start))
-
-    def _hold(
-        self,
-        start: int,
-        end: int,
-        used: int,
-        running: int,
-        waiting: int,
-        empty: int,
-        reserved: int,
-        shared: int,
-    ) -> None:
-        if self.window_start is None:
-            return  # before the first arrival
-        ticks = self._overlap(start, end)
-        if ticks:
-            self._held.append((ticks, used, running, waiting, empty, reserved, shared))
+        return max(0, self.window_start - start)
 
     def _release_held(self) -> None:
+        """Count what was held back: it turned out to lie in the window."""
         ticks_at = self._ticks_at
-        for ticks, used, running, waiting, empty, reserved, shared in self._held:
+        for used, ticks in self._held_levels:
             ticks_at[used] = ticks_at.get(used, 0) + ticks
-            self._running_ticks += running * ticks
-            self._waiting_ticks += waiting * ticks
-            self._empty_ticks += empty * ticks
-            self._reserved_ticks += reserved * ticks
-            self._running_max = max(self._running_max, running)
-            self._waiting_max = max(self._waiting_max, waiting)
-            self._shared_max = max(self._shared_max, shared)
-        self._held.clear()
-        self._waiting_ticks += self._held_waiting
-        self._held_waiting = 0
+        self._held_levels.clear()
+        self._sums.add(self._held)
+        self._held = _Sums()
 
     # Figures
 
@@ -336,7 +419,7 @@ class Metrics:
         levels = sorted(self._ticks_at)
         block_ticks = sum(used * self._ticks_at[used] for used in levels)
         slot_ticks = block_ticks * self.block_size
-        empty, reserved = self._empty_ticks, self._reserved_ticks
+        empty, reserved = self._sums.empty, self._sums.reserved
 
         def share(part: int) -> float | None:
             return part / slot_ticks if slot_ticks else None
@@ -368,10 +451,10 @@ class Metrics:
         """Queue lengths over time."""
         window = self.window_ticks
         return BatchFigures(
-            running_mean=self._running_ticks / window if window else None,
-            running_max=self._running_max,
-            waiting_mean=self._waiting_ticks / window if window else None,
-            waiting_max=self._waiting_max,
+            running_mean=self._sums.running / window if window else None,
+            running_max=self._sums.running_max,
+            waiting_mean=self._sums.waiting / window if window else None,
+            waiting_max=self._sums.waiting_max,
         )
 
     def prefix_cache_figures(self) -> PrefixCacheFigures:
@@ -386,7 +469,7 @@ class Metrics:
             hit_rate=hit / queried if queried else None,
             resumed_hit_tokens=sum(r.resumed_hit_tokens for r in seen),
             evicted_blocks=self.evicted_blocks,
-            peak_shared_blocks=self._shared_max,
+            peak_shared_blocks=self._sums.shared_max,
             copied_blocks=0,  # vLLM never copies a block: only full ones are shared
         )
 

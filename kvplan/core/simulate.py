@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from math import isqrt
 from typing import Literal, Protocol
 
 from kvplan.core.engine import StepWork, Turn
@@ -25,6 +26,9 @@ class Engine(Protocol):
     def is_livelocked(self) -> bool:
         """Whether what is live runs again and again without ever finishing."""
 
+    def decode_shape(self) -> tuple[int, int] | None:
+        """(sequences, context tokens) of the next step if it can only decode and may be one of several."""
+
     def refusal(self, request: Request) -> str | None:
         """Why a request is turned away at once, or None."""
 
@@ -37,9 +41,10 @@ class Engine(Protocol):
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step as observers see it: its place in time, who came, what the engine did.
+    """One turn as observers see it: its place in time, who came, what the engine did.
 
-    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks.
+    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A turn of
+    several steps counts from ``step``.
     """
 
     step: int
@@ -64,15 +69,19 @@ def run(
     price: Callable[[StepWork], int],
     metrics: Metrics,
     *,
+    decode_price: Callable[[int, int], tuple[int, int, int]] | None = None,
     step_numbered: bool = False,
     observe: Callable[[StepRecord], None] | None = None,
 ) -> Outcome:
     """Replay ``requests``, in order of arrival, through ``engine`` to the end.
 
-    ``price`` gives the ticks that a step takes. Requests that arrive while a step runs are added before
-    the next one is scheduled, all at the same tick in order. With ``step_numbered`` a tick is a step index:
-    idle gaps jump it to the next arrival. A dead step (nothing planned, nobody preempted) takes no time and is
-    followed by the next arrival; if none is left, the run is stuck. O(steps + requests) turns.
+    ``price`` gives the ticks that a step takes; ``decode_price``, of sequences and context, what a run of decode
+    steps takes: ``(first, growth, valid)``, exactly as ``price`` would have it.
+
+    Requests that arrive while a step runs are added before the next one is scheduled, all at the same tick in
+    order. With ``step_numbered`` a tick is a step index: idle gaps jump it to the next arrival. A dead step (nothing
+    planned, nobody preempted) takes no time and is followed by the next arrival; if none is left, the run is
+    stuck. O(turns + requests).
     """
     queue = iter(requests)
     upcoming = next(queue, None)
@@ -98,16 +107,39 @@ def run(
             metrics.idle(now, upcoming.arrival)
             now = upcoming.arrival
             continue
-        turn = engine.turn()
-        end = now if turn.is_dead else now + price(turn.work)
-        if turn.is_dead and upcoming is not None:
-            end = upcoming.arrival
-        metrics.fold(turn, now, end)
+        shape = engine.decode_shape() if decode_price is not None else None
+        first = growth = 0
+        max_steps = 1
+        if shape is not None and decode_price is not None:
+            first, growth, max_steps = decode_price(*shape)
+            if upcoming is not None:
+                max_steps = min(max_steps, _steps_until(upcoming.arrival - now, first, growth))
+        turn = engine.turn(max_steps)
+        if turn.steps == 1:
+            first = 0 if turn.is_dead else price(turn.work)
+            if turn.is_dead and upcoming is not None:
+                first = upcoming.arrival - now
+        end = now + turn.steps * first + growth * (turn.steps * (turn.steps - 1) // 2)
+        metrics.fold(turn, now, now + first, growth)
         if observe is not None:
             observe(StepRecord(now if step_numbered else steps, now, end, turn, arrived, rejected))
-        steps += 1
+        steps += turn.steps
         now = end
         if upcoming is None and turn.is_dead:
             return Outcome("stuck", "the head of the queue needs more blocks than can ever be free")
         if upcoming is None and engine.is_livelocked:
             return Outcome("stuck", "a sequence outgrows the pool, is preempted and starts over without end")
+
+
+def _steps_until(gap: int, first: int, growth: int) -> int:
+    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``."""
+    if growth == 0:
+        return -(-gap // first)
+    # The root of growth/2 k^2 + (first - growth/2) k = gap, then at most a few steps of correction.
+    linear = 2 * first - growth
+    steps = max(1, (isqrt(linear * linear + 8 * growth * gap) - linear) // (2 * growth))
+    while steps * first + growth * (steps * (steps - 1) // 2) < gap:
+        steps += 1
+    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+        steps -= 1
+    return steps

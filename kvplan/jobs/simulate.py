@@ -11,8 +11,9 @@ from typing import cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
-from kvplan.core.cost import Roofline, constant
+from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
@@ -157,9 +158,17 @@ class Simulation:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
 
-    def run(self, observers: Sequence[Observer] = ()) -> SimulateResult:
-        """Replay the trace; ``observers`` see each step. An interrupt ends it with what ran so far."""
+    def run(
+        self, observers: Sequence[Observer] = (), *, progress: Observer | None = None, path: str | None = None
+    ) -> SimulateResult:
+        """Replay the trace. An interrupt ends it with what ran so far.
+
+        ``observers`` see every step, for which the plain engine serves; ``progress`` sees turns as they come.
+        ``path`` is ``fast`` or ``plain``; both decide the same.
+        """
         plan, trace = self._plan, self.trace
+        path = path or ("plain" if observers else "fast")
+        engine = VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             block_size=plan.config.block_size,
@@ -172,17 +181,19 @@ class Simulation:
         try:
             outcome = run(
                 trace.requests,
-                VllmPlain(plan.config),
+                engine,
                 plan.price,
                 metrics,
+                decode_price=plan.decode_price,
                 step_numbered=trace.step_numbered,
-                observe=_together(observers),
+                observe=_together([*observers, progress] if progress else observers),
             )
             status, reason = outcome.status, outcome.reason
         except KeyboardInterrupt:
             reason = "figures are of the part that ran"
+        metrics.note_live(engine.live())
         profile = _profile(wall, cpu, len(metrics.records))
-        return _result(trace, plan, self.options, metrics, profile, status, reason)
+        return _result(trace, plan, self.options, metrics, profile, path, status, reason)
 
 
 def _result(
@@ -191,6 +202,7 @@ def _result(
     options: SimulateOptions,
     metrics: figures.Metrics,
     profile: Profile,
+    path: str,
     status: str,
     reason: str | None,
 ) -> SimulateResult:
@@ -201,7 +213,7 @@ def _result(
             "engine": ENGINE,
             "engine_version": ENGINE_VERSION,
             "scheduler_version": SCHEDULER_VERSION,
-            "engine_path": "plain",
+            "engine_path": path,
             "async_scheduling": False,
             "verified": "golden",
             "status": status,
@@ -251,6 +263,7 @@ class _Plan:
 
     config: SchedulerConfig
     price: Callable[[StepWork], int]
+    decode_price: Callable[[int, int], tuple[int, int, int]]
     seconds_per_tick: Fraction | None
     latency_model: dict[str, object]
     settings: Settings
@@ -274,8 +287,8 @@ def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | N
         config = _scheduler_config(resolver, _free_pool(resolver), scenario)
     resolver.note("engine", f"{ENGINE}@{ENGINE_VERSION}", "--engine" if options.engine else "default")
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
-    price, seconds_per_tick, model = _clock(trace, resolver, machine)
-    return _Plan(config, price, seconds_per_tick, model, resolver.settings, warnings)
+    price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
+    return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings)
 
 
 def _fill_from_scenario(
@@ -427,30 +440,33 @@ def _scheduler_config(resolver: Resolver, pool: _Pool, scenario: SchedulerConfig
 
 # Time
 
+_Clock = tuple[
+    Callable[[StepWork], int],
+    Callable[[int, int], tuple[int, int, int]],
+    Fraction | None,
+    dict[str, object],
+]
 
-def _clock(
-    trace: Trace, resolver: Resolver, machine: _Machine | None
-) -> tuple[Callable[[StepWork], int], Fraction | None, dict[str, object]]:
-    """Price of a step in ticks, seconds of a tick, and the name of the model behind both."""
+
+def _clock(trace: Trace, resolver: Resolver, machine: _Machine | None) -> _Clock:
+    """Prices in ticks, seconds of a tick, and the name of the model behind them."""
     options = cast("SimulateOptions", resolver.options)
     step_time = options.step_time
     if step_time is None and machine is None and not trace.step_numbered:
         step_time = DEFAULT_STEP_TIME
     if step_time is not None:
         seconds = _exact(resolver.choose("step_time", step_time, "default without a machine"))
-        model: dict[str, object] = {
-            "name": "constant step time",
-            "calibration": None,
-            "measured_error": None,
-        }
-        if trace.step_numbered:
-            return constant(1), seconds, model
-        return constant(max(1, round(seconds * PICOSECONDS))), Fraction(1, PICOSECONDS), model
+        ticks = 1 if trace.step_numbered else max(1, round(seconds * PICOSECONDS))
+        model: dict[str, object] = {"name": "constant step time", "calibration": None, "measured_error": None}
+        per_tick = seconds if trace.step_numbered else Fraction(1, PICOSECONDS)
+        return constant(ticks), constant_decode(ticks), per_tick, model
     if trace.step_numbered:
-        return constant(1), None, {"name": None, "calibration": None, "measured_error": None}
+        unknown: dict[str, object] = {"name": None, "calibration": None, "measured_error": None}
+        return constant(1), constant_decode(1), None, unknown
     assert machine is not None, "without a machine there is a step time"
     model = {"name": "roofline", "calibration": "uncalibrated: datasheet figures", "measured_error": None}
-    return _roofline(machine).step_ps, Fraction(1, PICOSECONDS), model
+    roofline = _roofline(machine)
+    return roofline.step_ps, roofline.decode, Fraction(1, PICOSECONDS), model
 
 
 def _roofline(machine: _Machine) -> Roofline:

@@ -78,6 +78,17 @@ def test_small_scenario_step_by_step_with_block_ids(name: str) -> None:
     assert result.requests.unfinished == len(summary.get("unfinished", []))
 
 
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_fast_engine_comes_to_the_same_figures(name: str) -> None:
+    simulation = Simulation(str(DATA / f"{name}.scenario.json"), SimulateOptions(step_time=0.5))
+    plain, fast = (simulation.run(path=path).to_dict() for path in ("plain", "fast"))
+    assert (plain["simulation"].pop("engine_path"), fast["simulation"].pop("engine_path")) == (
+        "plain",
+        "fast",
+    )
+    assert plain == fast
+
+
 @pytest.mark.parametrize("name", LARGE)
 def test_large_scenario_digest_of_every_row(name: str) -> None:
     text = (DATA / f"{name}.golden.csv").read_text().splitlines()

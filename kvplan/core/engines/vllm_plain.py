@@ -154,6 +154,14 @@ class VllmPlain:
         live = len(self.running) + len(self.waiting)
         return bool(self.running) and live == len(self._outgrown)
 
+    def decode_shape(self) -> tuple[int, int] | None:
+        """None: this engine takes one step a turn and needs no forecast of its time."""
+        return None
+
+    def live(self) -> Iterator[tuple[str, int]]:
+        """Id and tokens so far, prompt included, of every live request."""
+        return ((sequence.id, sequence.num_tokens) for sequence in (*self.running, *self.waiting))
+
     # Arrival
 
     def refusal(self, request: Request) -> str | None:
@@ -200,6 +208,7 @@ class VllmPlain:
         turn.scheduled = list(scheduled.items())
         self._compute(turn)
         self._count_slots(turn)
+        turn.evicted = len(turn.evicted_blocks)
         turn.free_blocks = self.pool.num_free
         turn.shared_blocks = self.pool.shared
         turn.running = len(self.running)

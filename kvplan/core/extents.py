@@ -1,0 +1,287 @@
+"""Blocks of one full-attention group as runs, not as objects: the pool of the fast engine.
+
+Which block a sequence takes cannot be observed, only when content is lost. So blocks without content are a
+number, and cached content is kept in *extents*: physical copies of neighbouring blocks with the same users.
+
+Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2) an extent's ``users`` counts the tables
+that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap, the
+earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and only if it has
+parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvplan.core.content import Run
+from kvplan.core.request import Segment
+
+
+class Node:
+    """Content of a run behind a given prefix, as far as it is present; ``parts`` are its extents."""
+
+    __slots__ = ("key", "overlap", "parts")
+
+    def __init__(self, key: NodeKey) -> None:
+        self.key = key
+        self.parts: list[Extent] = []
+        self.overlap = False
+
+    @property
+    def top(self) -> int:
+        """The end of what is present."""
+        if self.overlap:
+            return max(part.high for part in self.parts)
+        return self.parts[-1].high
+
+
+NodeKey = tuple[Node | None, int, tuple[Segment, ...]]
+
+
+class Extent:
+    """Copies of positions ``low .. high-1`` of a node with the same ``users``.
+
+    Cut in two while held, it keeps its lower part, and ``rest`` leads holders of the whole on to the upper.
+    """
+
+    __slots__ = ("after", "before", "high", "low", "node", "rest", "users")
+
+    def __init__(self, node: Node | None, low: int, high: int, users: int) -> None:
+        self.node = node
+        self.low = low
+        self.high = high
+        self.users = users
+        self.rest: Extent | None = None
+        self.before: Extent = self
+        self.after: Extent = self
+
+
+class Holding:
+    """What one sequence holds: ``blocks`` in all, the first ``cached`` of them findable content."""
+
+    __slots__ = ("blocks", "cached", "nodes", "runs", "table")
+
+    def __init__(self, runs: list[Run]) -> None:
+        self.runs = runs
+        self.blocks = 0
+        self.cached = 0
+        #: Nodes of the runs that have begun.
+        self.nodes: list[Node] = []
+        #: Extents in order, each with the end up to which it and its ``rest`` are held.
+        self.table: list[tuple[Extent, int]] = []
+
+
+Hit = list[tuple[Node, int, int]]
+
+
+class ExtentPool:
+    """Free blocks, cached content and who uses it."""
+
+    def __init__(self, usable_blocks: int) -> None:
+        self.blank = usable_blocks
+        self.idle = 0
+        self.shared = 0
+        self.index: dict[NodeKey, Node] = {}
+        self._ends = Extent(None, 0, 0, 0)  # both ends of the idle list: first to be evicted comes after it
+
+    @property
+    def free(self) -> int:
+        """Blocks that can be taken."""
+        return self.blank + self.idle
+
+    def take(self, count: int) -> int:
+        """Take blocks, those without content first, then the oldest content; returns how many lost content.
+
+        ``count`` must not exceed ``free``. O(extents evicted).
+        """
+        evict = max(0, count - self.blank)
+        self.blank -= count - evict
+        self.idle -= evict
+        left = evict
+        while left:
+            oldest = self._ends.after
+            size = oldest.high - oldest.low
+            if size > left:
+                oldest.high -= left
+                break
+            left -= size
+            self._unlink(oldest)
+            node = oldest.node
+            assert node is not None
+            node.parts.remove(oldest)
+            if len(node.parts) < 2:
+                node.overlap = False
+                if not node.parts:
+                    del self.index[node.key]
+        return evict
+
+    def find(self, runs: list[Run], limit: int, before: Callable[[Run], None]) -> Hit:
+        """The longest present prefix of a content, at most ``limit`` blocks. ``before`` is told of each run."""
+        hit: Hit = []
+        parent: Node | None = None
+        for run in runs:
+            if run.first >= limit:
+                break
+            before(run)
+            node = self.index.get((parent, run.first, run.key))
+            if node is None:
+                break
+            high = min(run.end, node.top, limit)
+            hit.append((node, run.first, high))
+            if high < run.end:
+                break
+            parent = node
+        return hit
+
+    def count_idle(self, hit: Hit) -> int:
+        """Blocks of a hit that nobody uses: adopting them takes them out of the free ones."""
+        return sum(
+            high - low
+            for node, first, end in hit
+            for part, low, high in _covering(node, first, end)
+            if not part.users
+        )
+
+    def adopt(self, holding: Holding, hit: Hit) -> None:
+        """Make a hit the beginning of what a sequence holds."""
+        for node, first, end in hit:
+            holding.nodes.append(node)
+            for part, low, high in _covering(node, first, end):
+                extent = self._cut(part, low) if low > part.low else part
+                if high < extent.high:
+                    self._cut(extent, high)
+                if not extent.users:
+                    self._unlink(extent)
+                    self.idle -= high - low
+                elif extent.users == 1:
+                    self.shared += high - low
+                extent.users += 1
+                holding.table.append((extent, high))
+        holding.blocks = holding.cached = hit[-1][2] if hit else 0
+
+    def publish(self, holding: Holding, end: int, before: Callable[[Run], None]) -> None:
+        """Make the first ``end`` blocks of a sequence findable; ``before`` is told of each run that gets more."""
+        while holding.cached < end:
+            started = len(holding.nodes)
+            run = holding.runs[started - 1] if started else None
+            if run is None or holding.cached == run.end:
+                run = holding.runs[started]
+                before(run)
+                key = (holding.nodes[-1] if started else None, run.first, run.key)
+                node = self.index.get(key)
+                if node is None:
+                    node = self.index[key] = Node(key)
+                holding.nodes.append(node)
+            else:
+                before(run)
+                node = holding.nodes[-1]
+            high = min(run.end, end)
+            self._enter(holding, node, high)
+            holding.cached = high
+
+    def release(self, holding: Holding) -> None:
+        """Take a user from all that a sequence holds, last block first."""
+        for first, end in reversed(holding.table):
+            pieces = [first]
+            while pieces[-1].high < end:
+                following = pieces[-1].rest
+                assert following is not None
+                pieces.append(following)
+            for extent in reversed(pieces):
+                extent.users -= 1
+                if not extent.users:
+                    self._push(extent)
+                elif extent.users == 1:
+                    self.shared -= extent.high - extent.low
+        self.blank += holding.blocks - holding.cached
+        holding.blocks = holding.cached = 0
+        holding.table.clear()
+        holding.nodes.clear()
+
+    def idle_extents(self) -> Iterator[Extent]:
+        """Cached content that nobody uses, in the order in which it would be evicted."""
+        extent = self._ends.after
+        while extent is not self._ends:
+            yield extent
+            extent = extent.after
+
+    def _enter(self, holding: Holding, node: Node, high: int) -> None:
+        """Add the sequence's blocks up to ``high`` to a node."""
+        low = holding.cached
+        if holding.table:
+            entry, end = holding.table[-1]
+            last = entry
+            while last.high < end:
+                following = last.rest
+                assert following is not None
+                last = following
+            # In place only if nobody else has it and nothing was entered in this node since.
+            if end == low and last.users == 1 and last.node is node and node.parts[-1] is last:
+                last.high = high
+                holding.table[-1] = (entry, high)
+                return
+        if node.parts and node.top > low:
+            node.overlap = True
+        extent = Extent(node, low, high, 1)
+        node.parts.append(extent)
+        holding.table.append((extent, high))
+
+    def _cut(self, extent: Extent, at: int) -> Extent:
+        """Cut an extent in two; returns the upper part."""
+        node = extent.node
+        assert node is not None
+        upper = Extent(node, at, extent.high, extent.users)
+        extent.high = at
+        node.parts.insert(node.parts.index(extent) + 1, upper)
+        if extent.users:
+            upper.rest = extent.rest
+            extent.rest = upper
+        else:
+            self._link(upper, after=extent.before)  # of one prefix the deeper part is evicted first
+        return upper
+
+    def _push(self, extent: Extent) -> None:
+        """Put an extent that lost its last user at the end of the idle list, joined to its upper neighbour."""
+        self.idle += extent.high - extent.low
+        extent.rest = None
+        node, last = extent.node, self._ends.before
+        assert node is not None
+        if last.node is node and last.low == extent.high and not node.overlap:
+            self._unlink(last)
+            node.parts.remove(last)
+            extent.high = last.high
+        self._link(extent, after=self._ends.before)
+
+    def _link(self, extent: Extent, *, after: Extent) -> None:
+        extent.before, extent.after = after, after.after
+        after.after.before = extent
+        after.after = extent
+
+    def _unlink(self, extent: Extent) -> None:
+        extent.before.after = extent.after
+        extent.after.before = extent.before
+
+
+def _covering(node: Node, low: int, high: int) -> list[tuple[Extent, int, int]]:
+    """The parts that hold positions ``low .. high-1``, each with its share; of copies the earlier entered."""
+    if not node.overlap:
+        return [
+            (part, max(low, part.low), min(high, part.high))
+            for part in node.parts
+            if part.low < high and part.high > low
+        ]
+    found: list[tuple[Extent, int, int]] = []
+    open_ranges = [(low, high)]
+    for part in node.parts:
+        still_open: list[tuple[int, int]] = []
+        for start, end in open_ranges:
+            first, last = max(start, part.low), min(end, part.high)
+            if first >= last:
+                still_open.append((start, end))
+                continue
+            found.append((part, first, last))
+            still_open += [gap for gap in ((start, first), (last, end)) if gap[0] < gap[1]]
+        open_ranges = still_open
+        if not open_ranges:
+            break
+    return sorted(found, key=lambda share: share[1])

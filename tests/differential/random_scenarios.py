@@ -1,0 +1,210 @@
+"""Small random runs that reach every rule, and the comparison of two engines in lockstep.
+
+What makes them bite: few streams cut at, beside and across block edges; prompts that contain another request's
+answer, also one still being generated or not yet arrived; several arrivals in one step; pools just large enough.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+from kvplan.core.content import block_hashes
+from kvplan.core.engine import SchedulerConfig, Turn
+from kvplan.core.engines.vllm import Vllm
+from kvplan.core.engines.vllm_plain import VllmPlain
+from kvplan.core.extents import Node
+from kvplan.core.request import Request, Segment
+
+LONGEST_RUN = 3000
+
+
+def draw(rng: Random) -> tuple[SchedulerConfig, list[Request]]:
+    """A configuration and its requests, in order of arrival."""
+    block_size = rng.choice([1, 2, 3, 4, 4, 5, 8])
+    max_model_len = rng.choice([12, 20, 40, 64])
+    requests = draw_requests(rng, block_size)
+    longest = max(min(r.input_tokens + r.output_tokens, max_model_len) for r in requests)
+    most = -(-longest // block_size)
+    pool = rng.choice([most, most, most + 1, most + 2, most * 2, most * 3])
+    if rng.random() < 0.05:
+        pool = max(1, most - 1)
+    budget = rng.choice([4, 8, 16, 32, 64])
+    chunked = rng.random() < 0.85
+    if not chunked:
+        budget = max(budget, max_model_len)
+    max_num_seqs = min(rng.choice([1, 2, 4, 8, budget]), budget)
+    return (
+        SchedulerConfig(
+            num_gpu_blocks=1 + pool,
+            block_size=block_size,
+            max_num_batched_tokens=budget,
+            max_num_seqs=max_num_seqs if rng.random() < 0.9 else 2 * budget,
+            max_model_len=max_model_len,
+            enable_prefix_caching=rng.random() < 0.8,
+            enable_chunked_prefill=chunked,
+            long_prefill_token_threshold=rng.choice([0, 0, 0, 2, 5, 9]),
+            long_prefill_token_threshold_adaptive=rng.random() < 0.3,
+            policy=rng.choice(["fcfs", "fcfs", "priority"]),
+            watermark=rng.choice([0, 0, 0, 0.1, 0.25]),
+            scheduler_reserve_full_isl=rng.random() < 0.7,
+            max_num_active_seqs=rng.choice([None, None, max(1, max_num_seqs - 1)]),
+        ),
+        requests,
+    )
+
+
+def draw_requests(rng: Random, block_size: int) -> list[Request]:
+    streams = [f"s{i}" for i in range(rng.randint(1, 3))]
+    count = rng.randint(3, 24)
+    requests: list[Request] = []
+    arrival = 0
+    for i in range(count):
+        if rng.random() < 0.5:
+            arrival += rng.choice([0, 0, 1, 1, 2, 5, 15])
+        content: list[Segment] = []
+        for _ in range(rng.randint(1, 3)):
+            kind = rng.random()
+            if kind < 0.5:
+                start = 0 if rng.random() < 0.8 else rng.randint(0, 6)
+                edges = [block_size, 2 * block_size, 3 * block_size, block_size + 1, 2 * block_size - 1]
+                content.append(
+                    Segment(rng.choice(streams), start, max(1, rng.choice([*edges, rng.randint(1, 12)])))
+                )
+            elif kind < 0.75:
+                content.append(Segment(f"o:r{rng.randrange(count)}", 0, rng.randint(1, 10)))
+            elif kind < 0.85 and requests:
+                content += rng.choice(requests).content
+            else:
+                content.append(Segment(f"p:r{i}", 0, rng.randint(1, 14)))
+        if requests and rng.random() < 0.2:
+            earlier = rng.choice(requests)
+            answer = Segment(f"o:{earlier.id}", 0, rng.randint(1, earlier.output_tokens))
+            content = [*earlier.content, answer]
+        requests.append(
+            Request(
+                f"r{i}",
+                arrival,
+                sum(segment.length for segment in content),
+                rng.choice([1, 1, 2, 3, 5, 8, 13, 30]),
+                rng.choice([0, 0, 1, 2]),
+                tuple(content),
+            )
+        )
+    return requests
+
+
+def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
+    """Run both engines side by side; returns steps and preemptions.
+
+    ``publish_at_once`` forces the fast engine's late publishing in every turn (it must be invisible) and compares
+    the index with its copies too. ``skip`` lets it take many steps in a turn.
+    """
+    config, requests = draw(Random(seed))
+    plain, fast = VllmPlain(config), Vllm(config)
+    queue = list(reversed(requests))
+    now = steps = preemptions = 0
+    while steps < LONGEST_RUN:
+        while queue and queue[-1].arrival <= now:
+            request = queue.pop()
+            assert plain.refusal(request) == fast.refusal(request)
+            if plain.refusal(request) is None:
+                plain.add(request)
+                fast.add(request)
+        assert plain.is_idle == fast.is_idle
+        if plain.is_idle:
+            if not queue:
+                break
+            now = queue[-1].arrival
+            continue
+        most = (queue[-1].arrival - now if queue else LONGEST_RUN) if skip else 1
+        turn = fast.turn(most)
+        step = compare_turn(plain, turn)
+        assert plain.is_livelocked == fast.is_livelocked
+        assert list(plain.live()) == list(fast.live())
+        compare_pools(plain, fast, publish_at_once=publish_at_once)
+        steps += turn.steps
+        now += turn.steps
+        preemptions += len(step.preempted)
+        if step.is_dead or plain.is_livelocked:
+            if not queue:
+                break
+            if step.is_dead:
+                now = queue[-1].arrival
+    return steps, preemptions
+
+
+def compare_turn(plain: VllmPlain, turn: Turn) -> Turn:
+    """Let the plain engine take the same steps and hold each figure against it; returns its last step."""
+    evicted = 0
+    free = turn.free_blocks
+    for i in range(turn.steps):
+        step = plain.turn()
+        evicted += step.evicted
+        if i:
+            free -= turn.takes[i]
+        if turn.steps > 1:
+            assert len(step.scheduled) == turn.decoders
+            assert step.free_blocks == free
+            assert not step.admitted + step.preempted
+            assert not step.finished or i == turn.steps - 1
+    for name in ("admitted", "resumed", "preempted", "finished"):
+        assert [s.id for s in getattr(step, name)] == [s.id for s in getattr(turn, name)], name
+    assert [(s.id, n) for s, n in step.prefix_hits] == [(s.id, n) for s, n in turn.prefix_hits]
+    assert evicted == turn.evicted
+    assert (step.free_blocks_end, step.running, step.waiting) == (
+        turn.free_blocks_end,
+        turn.running,
+        turn.waiting,
+    )
+    if turn.steps == 1:
+        ours = {s.id: n for s, n in turn.scheduled}
+        assert {s.id: n for s, n in step.scheduled if s.id in ours} == ours
+        assert len(step.scheduled) == len(turn.scheduled) + turn.decoders
+        for name in ("scheduled_tokens", "recomputed_tokens", "free_blocks", "shared_blocks"):
+            assert getattr(step, name) == getattr(turn, name), name
+        assert (step.empty_slots, step.reserved_slots) == (turn.empty_slots, turn.reserved_slots)
+        assert step.work.decodes == turn.work.decodes
+        assert step.work.decode_context == turn.work.decode_context
+        assert sorted(step.work.chunks) == sorted(turn.work.chunks)
+    return step
+
+
+def compare_pools(plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> None:
+    """The free queue in order by content, and the index with its copies."""
+    assert plain.pool.num_free == fast.pool.free
+    if not plain.config.enable_prefix_caching:
+        return
+    block_size = plain.config.block_size
+    if publish_at_once:
+        fast.publish_decoded()
+    queue = [plain.pool.hashes[block] for block in plain.pool.free_queue()]
+    assert sum(content is None for content in queue) == fast.pool.blank
+    ours = [
+        hash_at(extent.node, position, block_size)
+        for extent in fast.pool.idle_extents()
+        for position in reversed(range(extent.low, extent.high))
+    ]
+    assert [content for content in queue if content is not None] == ours
+    if publish_at_once:
+        copies: dict[bytes, list[int]] = {}
+        for node in fast.pool.index.values():
+            for part in node.parts:
+                for position in range(part.low, part.high):
+                    copies.setdefault(hash_at(node, position, block_size), []).append(part.users)
+        index = {h: [plain.pool.references[b] for b in blocks] for h, blocks in plain.pool.index.items()}
+        assert copies == index
+        assert plain.pool.shared == fast.pool.shared
+
+
+def hash_at(node: Node | None, position: int, block_size: int) -> bytes:
+    assert node is not None
+    return list(block_hashes(prefix(node, position + 1, block_size), block_size))[-1]
+
+
+def prefix(node: Node, end: int, block_size: int) -> list[Segment]:
+    """The content of the first ``end`` blocks of a node's prefix."""
+    parent, first, key = node.key
+    before = prefix(parent, first, block_size) if parent is not None else []
+    last = key[-1]
+    more = (end - first - 1) * block_size
+    return [*before, *key, Segment(last.stream, last.start + last.length, more)]
