@@ -6,11 +6,9 @@ time, which ``simulate`` brings.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
-from kvplan.core.content import BlockHash
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
 
@@ -91,13 +89,11 @@ class SchedulerConfig:
 class Sequence:
     """A request's life in an engine. Token counts; ``num_tokens`` is prompt plus tokens sampled so far.
 
-    ``computed`` tokens have their KV in ``blocks``; ``high_water`` is the most that ever were.
+    ``computed`` tokens have KV now, ``high_water`` is the most that ever had; of ``max_tokens`` in all, the last is
+    sampled but never computed, so ``final_tokens`` will be.
     """
 
     __slots__ = (
-        "block_hashes",
-        "blocks",
-        "cached",
         "computed",
         "final_tokens",
         "high_water",
@@ -105,7 +101,6 @@ class Sequence:
         "max_tokens",
         "num_preemptions",
         "num_tokens",
-        "pending_hashes",
         "queue_key",
         "request",
     )
@@ -116,15 +111,10 @@ class Sequence:
         self.queue_key = queue_key
         self.num_tokens = request.input_tokens
         self.max_tokens = min(request.input_tokens + request.output_tokens, max_model_len)
-        # The last sampled token is never computed.
         self.final_tokens = self.max_tokens - 1
         self.computed = 0
         self.high_water = 0
         self.num_preemptions = 0
-        self.blocks: list[int] = []
-        self.cached = 0
-        self.block_hashes: list[BlockHash] = []
-        self.pending_hashes: Iterator[BlockHash] = iter(())
 
 
 @dataclass(slots=True)
@@ -140,8 +130,11 @@ class StepWork:
     chunks: list[tuple[int, int]] = field(default_factory=list)
 
 
+S = TypeVar("S", bound=Sequence)
+
+
 @dataclass(slots=True)
-class Turn:
+class Turn(Generic[S]):
     """What an engine did in one step, or in ``steps`` steps in which the same sequences decode.
 
     Counts taken after scheduling the first step: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used
@@ -157,22 +150,22 @@ class Turn:
     """
 
     steps: int = 1
-    scheduled: list[tuple[Sequence, int]] = field(default_factory=list)
-    admitted: list[Sequence] = field(default_factory=list)
-    resumed: list[Sequence] = field(default_factory=list)
-    preempted: list[Sequence] = field(default_factory=list)
-    prefix_hits: list[tuple[Sequence, int]] = field(default_factory=list)
-    sampled: list[Sequence] = field(default_factory=list)
-    finished: list[Sequence] = field(default_factory=list)
+    scheduled: list[tuple[S, int]] = field(default_factory=list)
+    admitted: list[S] = field(default_factory=list)
+    resumed: list[S] = field(default_factory=list)
+    preempted: list[S] = field(default_factory=list)
+    prefix_hits: list[tuple[S, int]] = field(default_factory=list)
+    sampled: list[S] = field(default_factory=list)
+    finished: list[S] = field(default_factory=list)
     decoders: int = 0
-    started_decoding: list[Sequence] = field(default_factory=list)
-    starved: list[Sequence] = field(default_factory=list)
-    stopped_decoding: list[Sequence] = field(default_factory=list)
+    started_decoding: list[S] = field(default_factory=list)
+    starved: list[S] = field(default_factory=list)
+    stopped_decoding: list[S] = field(default_factory=list)
     takes: list[int] = field(default_factory=list)
     waste_begun: list[tuple[int, int]] = field(default_factory=list)
     evicted: int = 0
     evicted_blocks: list[int] = field(default_factory=list)
-    new_blocks: dict[Sequence, list[int]] = field(default_factory=dict)
+    new_blocks: dict[S, list[int]] = field(default_factory=dict)
     work: StepWork = field(default_factory=StepWork)
     scheduled_tokens: int = 0
     recomputed_tokens: int = 0

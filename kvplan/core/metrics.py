@@ -8,6 +8,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import accumulate
+from typing import Any
 
 from kvplan.core.engine import Turn
 from kvplan.core.request import Request
@@ -244,7 +245,7 @@ class Metrics:
         if ticks:
             self._held_levels.append((0, ticks))
 
-    def fold(self, turn: Turn, start: int, end: int, growth: int = 0) -> None:
+    def fold(self, turn: Turn[Any], start: int, end: int, growth: int = 0) -> None:
         """Note a step scheduled at ``start`` whose output is there at ``end``.
 
         Of a turn of several steps that is the first; each following one takes ``growth`` ticks more than the
@@ -283,7 +284,7 @@ class Metrics:
             record = self.records[request_id]
             record.output_tokens = tokens - record.request.input_tokens
 
-    def _hold_turn(self, turn: Turn, start: int, end: int, growth: int) -> None:
+    def _hold_turn(self, turn: Turn[Any], start: int, end: int, growth: int) -> None:
         """Hold the state after each step's scheduling. O(steps)."""
         used = self.usable_blocks - turn.free_blocks
         empty, reserved = turn.empty_slots, turn.reserved_slots
@@ -324,7 +325,7 @@ class Metrics:
             held.waiting_max = max(held.waiting_max, turn.waiting)
             held.shared_max = max(held.shared_max, turn.shared_blocks)
 
-    def _fold_decoders(self, turn: Turn, start: int, end: int, growth: int) -> None:
+    def _fold_decoders(self, turn: Turn[Any], start: int, end: int, growth: int) -> None:
         """Count the gaps of sequences that decode without being visited.
 
         Each sampled its last token when this turn started, but for those whose turn did not come before.
@@ -357,7 +358,7 @@ class Metrics:
         for sequence in turn.started_decoding:
             self._decoding += records[sequence.id].measured
 
-    def _fold_samples(self, turn: Turn, end: int) -> None:
+    def _fold_samples(self, turn: Turn[Any], end: int) -> None:
         gaps = self._gaps
         for sequence in turn.sampled:
             record = self.records[sequence.id]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import isqrt
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from kvplan.core.engine import StepWork, Turn
 from kvplan.core.metrics import Metrics
@@ -35,7 +35,7 @@ class Engine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request."""
 
-    def turn(self, max_steps: int = 1) -> Turn:
+    def turn(self, max_steps: int = 1) -> Turn[Any]:
         """Take one step or, where that is exact, up to ``max_steps`` like ones."""
 
 
@@ -50,7 +50,7 @@ class StepRecord:
     step: int
     start: int
     end: int
-    turn: Turn | None
+    turn: Turn[Any] | None
     arrived: list[Request] = field(default_factory=list)
     rejected: list[Request] = field(default_factory=list)
 

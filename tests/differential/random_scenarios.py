@@ -7,6 +7,7 @@ answer, also one still being generated or not yet arrived; several arrivals in o
 from __future__ import annotations
 
 from random import Random
+from typing import Any
 
 from kvplan.core.content import block_hashes
 from kvplan.core.engine import SchedulerConfig, Turn
@@ -133,7 +134,7 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
     return steps, preemptions
 
 
-def compare_turn(plain: VllmPlain, turn: Turn) -> Turn:
+def compare_turn(plain: VllmPlain, turn: Turn[Any]) -> Turn[Any]:
     """Let the plain engine take the same steps and hold each figure against it; returns its last step."""
     evicted = 0
     free = turn.free_blocks

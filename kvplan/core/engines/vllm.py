@@ -96,9 +96,9 @@ class Vllm:
             return None
         return self.cohort.size, self.cohort.context
 
-    def turn(self, max_steps: int = 1) -> Turn:
+    def turn(self, max_steps: int = 1) -> Turn[Member]:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
-        turn = Turn()
+        turn: Turn[Member] = Turn()
         if self.decode_shape() is not None:
             steps = self._steps_alike(max_steps)
             if steps:
@@ -116,7 +116,7 @@ class Vllm:
             return 0
         return cohort.steps_within(self.pool.free, min(max_steps, first_finish - cohort.step + 1))
 
-    def _decode(self, turn: Turn, steps: int) -> None:
+    def _decode(self, turn: Turn[Member], steps: int) -> None:
         cohort = self.cohort
         turn.steps = steps
         turn.decoders = turn.work.decodes = cohort.size
@@ -134,7 +134,7 @@ class Vllm:
         turn.reserved_slots = turn.empty_slots - waste - first
         self._finish(turn, cohort.finished())
 
-    def _step(self, turn: Turn) -> None:
+    def _step(self, turn: Turn[Member]) -> None:
         """One step by the rules: running sequences first, then waiting ones."""
         config, cohort = self.config, self.cohort
         cap = self._prefill_cap()
@@ -182,7 +182,7 @@ class Vllm:
             need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
         return chunks, demand, need
 
-    def _walk(self, turn: Turn, scheduled: dict[Member, int], cap: int) -> tuple[int, int]:
+    def _walk(self, turn: Turn[Member], scheduled: dict[Member, int], cap: int) -> tuple[int, int]:
         """The running loop, literally; returns decoders scheduled and the budget that is left.
 
         Chunks are recorded in ``scheduled``. Decoders that are not reached or do not get their turn are paused.
@@ -239,7 +239,7 @@ class Vllm:
             return int((member.base + self.cohort.step) % self.config.block_size == 0)
         return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
 
-    def _preempt(self, turn: Turn, victim: Member, *, took_turn: bool, took_block: bool) -> None:
+    def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool, took_block: bool) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         del self.running[victim]
         if not self.running:
@@ -267,7 +267,7 @@ class Vllm:
 
     # The waiting loop
 
-    def _admit_waiting(self, turn: Turn, scheduled: dict[Member, int], budget: int, cap: int) -> None:
+    def _admit_waiting(self, turn: Turn[Member], scheduled: dict[Member, int], budget: int, cap: int) -> None:
         """Admit from the head of the queue until one does not fit; nobody behind it is tried."""
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
@@ -302,7 +302,7 @@ class Vllm:
         limit = (member.num_tokens - 1) // self.config.block_size
         return self.pool.find(self._holdings[member].runs, limit, self._publish_grower)
 
-    def _admit(self, turn: Turn, member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
+    def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
         """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""
         config, pool = self.config, self.pool
         hit_blocks = hit_tokens // config.block_size
@@ -359,7 +359,7 @@ class Vllm:
 
     # After scheduling
 
-    def _compute(self, turn: Turn, scheduled: dict[Member, int], decoders: int) -> None:
+    def _compute(self, turn: Turn[Member], scheduled: dict[Member, int], decoders: int) -> None:
         """Advance what was scheduled and sum up the step."""
         block_size, cohort = self.config.block_size, self.cohort
         turn.decoders = turn.work.decodes = decoders
@@ -389,7 +389,7 @@ class Vllm:
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 
-    def _settle(self, turn: Turn, scheduled: dict[Member, int]) -> None:
+    def _settle(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
         """Sampled tokens; who goes on decodes, who stops is freed, in order of admission."""
         done = self.cohort.finished()
         for member in scheduled:
@@ -408,7 +408,7 @@ class Vllm:
         done.sort(key=_serial)
         self._finish(turn, done)
 
-    def _finish(self, turn: Turn, done: list[Member]) -> None:
+    def _finish(self, turn: Turn[Member], done: list[Member]) -> None:
         for member in done:
             holding = self._holdings.pop(member)
             if member.decoding:

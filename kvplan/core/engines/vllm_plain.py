@@ -128,16 +128,32 @@ class BlockPool:
         self.num_free += 1
 
 
+class PlainSequence(Sequence):
+    """A sequence with its block table; the first ``cached`` of its ``blocks`` were offered to the cache.
+
+    ``block_hashes`` has one hash for each full block of its tokens; ``later_hashes`` gives those to come.
+    """
+
+    __slots__ = ("block_hashes", "blocks", "cached", "later_hashes")
+
+    def __init__(self, request: Request, queue_key: tuple[int, int], max_model_len: int) -> None:
+        super().__init__(request, queue_key, max_model_len)
+        self.blocks: list[int] = []
+        self.cached = 0
+        self.block_hashes: list[BlockHash] = []
+        self.later_hashes: Iterator[BlockHash] = iter(())
+
+
 class VllmPlain:
     """The scheduler over its pool: ``add`` requests, then ``turn`` until ``is_idle``."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.pool = BlockPool(config.num_gpu_blocks)
-        self.running: list[Sequence] = []
-        self.waiting: deque[Sequence] = deque()
+        self.running: list[PlainSequence] = []
+        self.waiting: deque[PlainSequence] = deque()
         self._num_added = 0
-        self._outgrown: set[Sequence] = set()
+        self._outgrown: set[PlainSequence] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -175,11 +191,11 @@ class VllmPlain:
     def add(self, request: Request) -> None:
         """Queue a request; `refusal` must be None. Hashes the full blocks of its prompt."""
         priority = request.priority if self.config.policy == "priority" else 0
-        sequence = Sequence(request, (priority, self._num_added), self.config.max_model_len)
+        sequence = PlainSequence(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
         if self.config.enable_prefix_caching:
             hashes = block_hashes(request.full_content(), self.config.block_size)
-            sequence.pending_hashes = hashes
+            sequence.later_hashes = hashes
             for _ in range(request.input_tokens // self.config.block_size):
                 sequence.block_hashes.append(next(hashes))
         if self.config.policy == "fcfs":
@@ -189,19 +205,19 @@ class VllmPlain:
 
     # One step
 
-    def turn(self, max_steps: int = 1) -> Turn:
+    def turn(self, max_steps: int = 1) -> Turn[PlainSequence]:
         """Schedule one step and process its output. ``max_steps`` allows more; this engine takes one."""
         assert max_steps >= 1
-        turn = Turn()
+        turn: Turn[PlainSequence] = Turn()
         self.schedule(turn)
         self.settle(turn)
         return turn
 
-    def schedule(self, turn: Turn) -> None:
+    def schedule(self, turn: Turn[PlainSequence]) -> None:
         """Hand out this step's tokens: running sequences first, then waiting ones."""
         budget = self.config.max_num_batched_tokens
         cap = self._prefill_cap()
-        scheduled: dict[Sequence, int] = {}
+        scheduled: dict[PlainSequence, int] = {}
         budget = self._schedule_running(turn, scheduled, budget, cap)
         if not turn.preempted:
             self._schedule_waiting(turn, scheduled, budget, cap)
@@ -214,7 +230,7 @@ class VllmPlain:
         turn.running = len(self.running)
         turn.waiting = len(self.waiting)
 
-    def settle(self, turn: Turn) -> None:
+    def settle(self, turn: Turn[PlainSequence]) -> None:
         """Append the sampled tokens, in scheduling order, and free the sequences that stop."""
         caching = self.config.enable_prefix_caching
         for sequence, _ in turn.scheduled:
@@ -225,7 +241,7 @@ class VllmPlain:
             if sequence.num_tokens >= sequence.max_tokens:
                 turn.finished.append(sequence)
             elif caching and sequence.num_tokens % self.config.block_size == 0:
-                sequence.block_hashes.append(next(sequence.pending_hashes))
+                sequence.block_hashes.append(next(sequence.later_hashes))
         if turn.finished:
             done = set(turn.finished)
             self.running = [s for s in self.running if s not in done]
@@ -245,7 +261,9 @@ class VllmPlain:
 
     # The running loop
 
-    def _schedule_running(self, turn: Turn, scheduled: dict[Sequence, int], budget: int, cap: int) -> int:
+    def _schedule_running(
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
+    ) -> int:
         """Walk the running list in order of admission; returns the budget that is left."""
         index = 0
         while index < len(self.running) and budget > 0:
@@ -273,7 +291,7 @@ class VllmPlain:
                 break
         return budget
 
-    def _remove_victim(self) -> Sequence:
+    def _remove_victim(self) -> PlainSequence:
         """FCFS: the last in the list. Priority: the greatest (priority, arrival)."""
         if self.config.policy == "fcfs":
             return self.running.pop()
@@ -281,7 +299,7 @@ class VllmPlain:
         self.running.remove(victim)
         return victim
 
-    def _preempt(self, turn: Turn, victim: Sequence) -> None:
+    def _preempt(self, turn: Turn[PlainSequence], victim: PlainSequence) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         if not self.running:  # it was alone: no pool state could ever let it go on
             self._outgrown.add(victim)
@@ -298,7 +316,9 @@ class VllmPlain:
 
     # The waiting loop
 
-    def _schedule_waiting(self, turn: Turn, scheduled: dict[Sequence, int], budget: int, cap: int) -> None:
+    def _schedule_waiting(
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
+    ) -> None:
         """Admit from the head of the queue until one does not fit; nobody behind it is tried."""
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
@@ -322,7 +342,7 @@ class VllmPlain:
             scheduled[sequence] = tokens
             budget -= tokens
 
-    def _find_prefix(self, sequence: Sequence) -> list[int]:
+    def _find_prefix(self, sequence: PlainSequence) -> list[int]:
         """The longest run of cached blocks from the start; at least one token stays to be computed."""
         hit: list[int] = []
         if not self.config.enable_prefix_caching:
@@ -336,7 +356,7 @@ class VllmPlain:
 
     # Allocation
 
-    def _grow(self, turn: Turn, sequence: Sequence, tokens: int) -> bool:
+    def _grow(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> bool:
         """Give a running sequence the blocks for ``tokens`` more; False, and no change, if they lack."""
         end = sequence.computed + tokens
         need = self._blocks_for(end) - len(sequence.blocks)
@@ -349,7 +369,7 @@ class VllmPlain:
         self._publish(sequence, end)
         return True
 
-    def _admit(self, turn: Turn, sequence: Sequence, hit: list[int], tokens: int) -> bool:
+    def _admit(self, turn: Turn[PlainSequence], sequence: PlainSequence, hit: list[int], tokens: int) -> bool:
         """Give a waiting sequence its hit and the blocks of its first chunk; False, and no change, if not.
 
         Idle hit blocks count as needed: adopting them takes them out of the free queue. The
@@ -376,7 +396,7 @@ class VllmPlain:
     def _blocks_for(self, tokens: int) -> int:
         return -(-min(tokens, self.config.max_model_len) // self.config.block_size)
 
-    def _publish(self, sequence: Sequence, tokens: int) -> None:
+    def _publish(self, sequence: PlainSequence, tokens: int) -> None:
         """Enter the full blocks of the first ``tokens`` in the cache: when allocated, not when computed."""
         block_size = self.config.block_size
         if not self.config.enable_prefix_caching or tokens < (sequence.cached + 1) * block_size:
@@ -388,7 +408,7 @@ class VllmPlain:
 
     # What the step amounts to
 
-    def _compute(self, turn: Turn) -> None:
+    def _compute(self, turn: Turn[PlainSequence]) -> None:
         """Advance the scheduled sequences and sum up the step's work."""
         work = turn.work
         for sequence, tokens in turn.scheduled:
@@ -404,7 +424,7 @@ class VllmPlain:
                 turn.recomputed_tokens += min(after, sequence.high_water) - before
             sequence.high_water = max(sequence.high_water, after)
 
-    def _count_slots(self, turn: Turn) -> None:
+    def _count_slots(self, turn: Turn[PlainSequence]) -> None:
         """Count slots without KV, all in the last block of each table, and those to be filled yet."""
         block_size = self.config.block_size
         for sequence in self.running:
@@ -414,5 +434,5 @@ class VllmPlain:
                 turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
 
 
-def _queue_key(sequence: Sequence) -> tuple[int, int]:
+def _queue_key(sequence: PlainSequence) -> tuple[int, int]:
     return sequence.queue_key
