@@ -29,13 +29,15 @@ _MAX_CONFIG_BYTES = 16 << 20
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
-def load_model(name: str, *, catalogue: Path | None = None, overrides: Sequence[str] = ()) -> ModelSpec:
+def load_model(
+    name: str, *, catalogue: Path | None = None, overrides: Sequence[str] = (), where: str = "MODEL"
+) -> ModelSpec:
     """The model that ``name`` stands for.
 
     Tried in this order: a name, alias or Hugging Face id in the catalogue; ``file.yaml#name`` or a
     ``file.yaml`` with one model; a config.json or a folder with one. ``catalogue`` replaces the
-    shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields. Raises
-    `InputError`.
+    shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields; ``where`` is the
+    argument that errors name. Raises `InputError`.
     """
     changes = _parse_overrides(overrides)
     path_text, _, fragment = name.partition("#")
@@ -48,13 +50,13 @@ def load_model(name: str, *, catalogue: Path | None = None, overrides: Sequence[
     if name.lower().endswith(".gguf"):
         raise InputError(
             f'not yet supported: the GGUF file "{name}"',
-            where="MODEL",
+            where=where,
             hint="give the config.json of the model it was made from",
         )
-    path = _config_path(name)
+    path = _config_path(name, where)
     if path is not None:
         return _model_from_json(path, changes)
-    raise unknown_name("model", name, entry_names(entries), where="MODEL", listing="kvplan models")
+    raise unknown_name("model", name, entry_names(entries), where=where, listing="kvplan models")
 
 
 def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
@@ -77,7 +79,7 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(gpu_from_entry(entry) for entry in read_catalogue(resource("gpus.yaml")))
 
 
-def _config_path(name: str) -> Path | None:
+def _config_path(name: str, where: str) -> Path | None:
     """The config.json that a path means; None where the text is no path. Raises `InputError`."""
     path = Path(name)
     try:
@@ -86,15 +88,15 @@ def _config_path(name: str) -> Path | None:
                 return path / "config.json"
             raise InputError(
                 f'the folder "{name}" has no config.json',
-                where="MODEL",
+                where=where,
                 hint="give the folder that a Hugging Face model was downloaded to",
             )
         if path.is_file():
             return path
     except OSError as error:
-        raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where="MODEL") from None
+        raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where=where) from None
     if path.suffix.lower() == ".json" or name.startswith(("/", "./", "../", "~")):
-        raise InputError(f'no such file: "{name}"', where="MODEL", hint="check the path")
+        raise InputError(f'no such file: "{name}"', where=where, hint="check the path")
     return None
 
 
@@ -146,14 +148,26 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
     try:
         config = json.loads(text, object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
-        raise InputError(f"the file is no JSON: {error.msg}", where=f"{path}:{error.lineno}") from None
+        raise InputError(
+            f"the file is no JSON: {error.msg}",
+            where=f"{path}:{error.lineno}",
+            hint="mend the JSON in this line, or in the one before it",
+        ) from None
     except InputError as error:
         raise InputError(error.what, where=str(path), hint=error.hint) from None
     except (RecursionError, ValueError) as error:
         # A number of thousands of digits, or thousands of brackets.
-        raise InputError(f"the file cannot be read: {error}", where=str(path)) from None
+        raise InputError(
+            f"the file cannot be read: {error}",
+            where=str(path),
+            hint="give a model's config.json: one JSON object",
+        ) from None
     if not isinstance(config, dict):
-        raise InputError("the file holds no JSON object", where=str(path))
+        raise InputError(
+            "the file holds no JSON object",
+            where=str(path),
+            hint="give a model's config.json: one JSON object",
+        )
     from kvplan.safetensors import read_stored_weights  # only models in folders have such files
 
     name = path.resolve().parent.name if path.name == "config.json" else path.stem

@@ -47,17 +47,18 @@ class DoesNotFit(KvplanError):
 
 
 def unknown_name(
-    kind: str, name: str, known: Iterable[str], *, where: str | None = None, listing: str
+    kind: str, name: str, known: Iterable[str], *, where: str | None = None, listing: str | None = None
 ) -> InputError:
-    """The error for a name that is in no catalogue, with the nearest names that are.
+    """The error for a name that is not known, with the nearest names that are.
 
-    ``listing`` is the command or place that lists all of them.
+    ``listing`` is the command or place that lists all of them; without it the hint does.
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(name.casefold(), [n.casefold() for n in names], n=3, cutoff=0.5)
     by_fold = {n.casefold(): n for n in names}
-    if near:
-        hint = f"did you mean {' or '.join(by_fold[n] for n in near)}? {listing} lists all"
-    else:
-        hint = f"{listing} lists all"
-    return InputError(f'unknown {kind} "{name}"', where=where, hint=hint)
+    near = [by_fold[n] for n in difflib.get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.5)]
+    hints = [f"did you mean {' or '.join(near)}?"] if near else []
+    if listing is not None:
+        hints.append(f"{listing} lists all")
+    elif not near:
+        hints.append(f"known: {', '.join(names)}")
+    return InputError(f'unknown {kind} "{name}"', where=where, hint=" ".join(hints))

@@ -69,14 +69,21 @@ class ServingOptions:
             options.set_option(name, value)
         return options
 
+    @classmethod
+    def kinds(cls, name: str) -> frozenset[type]:
+        """The types that a field takes, None apart."""
+        hint = get_type_hints(cls)[name]
+        members = get_args(hint) if get_origin(hint) is UnionType else (hint,)
+        return frozenset(get_origin(member) or member for member in members) - {NoneType}
+
     def set_option(self, name: str, value: object) -> None:
         """Set one field, None being "not given"; raises `InputError` as `of` does."""
         known = [item.name for item in fields(self)]
         if name not in known:
-            raise unknown_name("option", name, known, listing="the documentation of this function")
+            raise unknown_name("option", name, known)
         if value is None:
             return
-        kinds = _kinds(type(self), name)
+        kinds = self.kinds(name)
         if isinstance(value, list) and tuple in kinds and all(isinstance(item, str) for item in value):
             value = tuple(value)
         if float in kinds and type(value) is int:
@@ -124,13 +131,6 @@ _KIND_NAMES = {
 }
 
 
-def _kinds(options: type[ServingOptions], name: str) -> set[type]:
-    """The types that a field takes, None apart."""
-    hint = get_type_hints(options)[name]
-    members = get_args(hint) if get_origin(hint) is UnionType else (hint,)
-    return {get_origin(member) or member for member in members} - {NoneType}
-
-
 class Setting(NamedTuple):
     """A resolved value and where it came from."""
 
@@ -157,6 +157,8 @@ _POSITIVE = (
     "max_num_batched_tokens",
     "limit",
 )
+#: The plain engine keeps several numbers for each block.
+_MAX_BLOCKS = 10**8
 _POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10
@@ -180,9 +182,12 @@ def check_options(options: ServingOptions) -> None:
                     where=flag(item.name),
                     hint="write a number such as 4096",
                 )
-            if not 0 < value <= _MAX_COUNT:
+            most = _MAX_BLOCKS if item.name == "num_gpu_blocks_override" else _MAX_COUNT
+            if not 0 < value <= most:
                 raise InputError(
-                    f"{value} is out of range", where=flag(item.name), hint="write a number from 1 on"
+                    f"{value} is out of range",
+                    where=flag(item.name),
+                    hint=f"write a number from 1 to {most:,}",
                 )
         elif item.name in _POSITIVE_TIMES and not (math.isfinite(value) and 0 < value <= 1e9):
             raise InputError(f"{value} is out of range", where=flag(item.name), hint="write a number above 0")
@@ -206,11 +211,9 @@ def check_options(options: ServingOptions) -> None:
     for name, known in (("margin", ("low", "mid", "high")), ("scheduling_policy", ("fcfs", "priority"))):
         value = getattr(options, name, None)
         if value is not None and value not in known:
-            raise InputError(
-                f'"{value}" is not available with engine {ENGINE}',
-                where=flag(name),
-                hint=f"choose {' or '.join(known)}",
-            )
+            what = "no margin" if name == "margin" else f"no scheduling policy of engine {ENGINE}"
+            choices = f"{', '.join(known[:-1])} or {known[-1]}"
+            raise InputError(f'"{value}" is {what}', where=flag(name), hint=f"choose {choices}")
     check_engine(options.engine)
 
 

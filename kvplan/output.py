@@ -6,7 +6,7 @@ import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
@@ -17,21 +17,41 @@ from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
 
 
-def check_output_path(path: str | None, option: str) -> None:
-    """Refuse early what could not be written at the end; raises `InputError`."""
-    if path is None:
-        return
-    target = Path(path)
-    if target.is_dir():
-        raise InputError(f'"{path}" is a folder', where=option, hint="name a file in it")
-    if not target.parent.is_dir():
-        raise InputError(
-            f'the folder of "{path}" does not exist', where=option, hint=f"make {target.parent} first"
-        )
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(
-            f'"{target.parent}" cannot be written to', where=option, hint="choose another folder"
-        )
+def check_output_paths(paths: Mapping[str, str | None], *, sources: Sequence[str] = ()) -> None:
+    """Refuse early what could not be written at the end: ``paths`` by option. Raises `InputError`.
+
+    ``sources`` are files that the run reads, which it must not overwrite.
+    """
+    taken = {_resolved(source): f"the input {source}" for source in sources if source != "-"}
+    for option, path in paths.items():
+        if path is None:
+            continue
+        target = Path(path)
+        try:
+            is_folder, has_folder = target.is_dir(), target.parent.is_dir()
+        except OSError as error:
+            raise InputError(
+                f'"{path[:60]}..." is no path: {error.strerror}', where=option, hint="give a shorter one"
+            ) from error
+        if is_folder:
+            raise InputError(f'"{path}" is a folder', where=option, hint="name a file in it")
+        if not has_folder:
+            raise InputError(
+                f'the folder of "{path}" does not exist', where=option, hint=f'make "{target.parent}" first'
+            )
+        if not os.access(target.parent, os.W_OK):
+            raise InputError(
+                f'"{target.parent}" cannot be written to', where=option, hint="choose another folder"
+            )
+        owner = taken.setdefault(_resolved(path), option)
+        if owner != option:
+            raise InputError(
+                f'"{path}" is {owner} too', where=option, hint="give each output a file of its own"
+            )
+
+
+def _resolved(path: str) -> str:
+    return os.path.realpath(path)
 
 
 @contextmanager
@@ -57,7 +77,7 @@ def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fracti
     def seconds(ticks: float | None) -> float | str:
         return "" if ticks is None or scale is None else ticks * scale.numerator / scale.denominator
 
-    writer = csv.writer(file, lineterminator="\n")
+    writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # ids may hold anything
     writer.writerow(
         [
             "id",
@@ -98,7 +118,7 @@ def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fracti
 
 def _cell(text: str) -> str:
     """A name that no spreadsheet takes for a formula."""
-    return f"'{text}" if text[:1] in "=+-@\t\r" else text
+    return f"'{text}" if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
 
 
 class EventWriter:
@@ -145,7 +165,18 @@ class EventWriter:
 class Timeline:
     """The KV pool and the queues after each step's scheduling, as columns."""
 
-    def __init__(self, usable_blocks: int) -> None:
+    def __init__(self, path: str, usable_blocks: int) -> None:
+        """Writes a CSV file, or a picture if the name ends so; raises `InputError` for any other ending."""
+        self._path = path
+        self._is_picture = path.endswith((".png", ".svg"))
+        if self._is_picture:
+            from kvplan.plots import require_matplotlib
+
+            require_matplotlib(path)
+        elif not path.endswith(".csv"):
+            raise InputError(
+                f'"{path}" ends in no known way', where="--timeline", hint="name it .csv, .png or .svg"
+            )
         self._usable = usable_blocks
         self._rows: list[tuple[int, int, int, int, int, int, int]] = []
 
@@ -158,14 +189,14 @@ class Timeline:
         row = (turn.running, turn.waiting, turn.scheduled_tokens, len(turn.preempted))
         self._rows.append((record.step, record.start, used, *row))
 
-    def write(self, path: str, scale: Fraction | None) -> None:
-        """Write a CSV file, or a picture if the name ends so."""
-        if path.endswith((".png", ".svg")):
+    def write(self, scale: Fraction | None) -> None:
+        """Write the file."""
+        if self._is_picture:
             from kvplan.plots import draw_timeline
 
-            draw_timeline(path, self._rows, self._usable, scale)
+            draw_timeline(self._path, self._rows, self._usable, scale)
             return
-        with whole_file(path) as file:
+        with whole_file(self._path) as file:
             writer = csv.writer(file, lineterminator="\n")
             writer.writerow(
                 [

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from importlib.util import find_spec
 from pathlib import Path
 
 from kvplan.errors import InputError
 
 #: More points than a picture has columns only cost time and file size.
 _MAX_POINTS = 20_000
+
+
+def require_matplotlib(path: str) -> None:
+    """Raise `InputError` where pictures cannot be drawn."""
+    if find_spec("matplotlib") is None:
+        raise InputError(
+            "pictures need matplotlib", where=path, hint='install it with: pip install "kvplan[plots]"'
+        )
 
 
 def draw_timeline(
@@ -20,15 +29,10 @@ def draw_timeline(
 ) -> None:
     """Draw pool utilization, queue lengths and preemptions over time into a PNG or SVG file.
 
-    ``rows`` are ``(step, start tick, used blocks, running, waiting, tokens, preempted)``. Raises `InputError`
-    without matplotlib.
+    ``rows`` are ``(step, start tick, used blocks, running, waiting, tokens, preempted)``.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise InputError(
-            "pictures need matplotlib", where=path, hint='install it with: pip install "kvplan[plots]"'
-        ) from error
+    from matplotlib.figure import Figure
+
     every = -(-len(rows) // _MAX_POINTS) or 1
     shown = rows[::every]
     times = [start * scale.numerator / scale.denominator if scale else step for step, start, *_ in shown]

@@ -128,7 +128,7 @@ class Report:
 
     def models(self, models: Sequence[ModelSpec]) -> None:
         """The catalogue of models."""
-        table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention")
+        table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention", keep_first=True)
         for m in models:
             parameters = m.weights.parameters
             kinds = [a.kind for a in m.attention]
@@ -186,10 +186,12 @@ def _in_units(value: int | None, unit: int, digits: int = 0) -> str:
     return "?" if value is None else f"{value / unit:,.{digits}f}"
 
 
-def _table(*columns: str) -> Table:
+def _table(*columns: str, keep_first: bool = False) -> Table:
     table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1), collapse_padding=True)
     for i, name in enumerate(columns):
-        table.add_column(Text(name), justify="left" if i == 0 else "right", overflow="fold")
+        table.add_column(
+            Text(name), justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0 and keep_first
+        )
     return table
 
 

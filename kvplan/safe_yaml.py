@@ -76,7 +76,9 @@ class Node(NamedTuple):
 
     def sequence(self, what: str) -> list[Node]:
         """The items of a list; ``what`` names it in the error if it is none."""
-        if not isinstance(self.raw, yaml.SequenceNode) or self.raw.tag != f"{_TAG}seq":
+        if isinstance(self.raw, yaml.SequenceNode) and self.raw.tag != f"{_TAG}seq":
+            raise _bad_tag(self.raw, str(self.place))
+        if not isinstance(self.raw, yaml.SequenceNode):
             raise InputError(f"{what} is no list", where=str(self.place), hint="write its items as - lines")
         file = self.place.file
         return [Node(_place(item, file), _place(item, file), item) for item in self.raw.value]

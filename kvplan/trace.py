@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,12 +21,13 @@ from kvplan.core.engine import SchedulerConfig
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import PICOSECONDS
 from kvplan.data import resource
-from kvplan.errors import InputError
+from kvplan.errors import InputError, unknown_name
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
 #: Beyond these a number is a mistake, not a workload.
 _MAX_TOKENS = 10**9
+_MAX_BLOCKS = 10**8
 _MAX_ARRIVAL_S = 10**10
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -96,20 +96,19 @@ def read_trace(
     ``limit`` keeps the first requests of the file, ``rate_scale`` 2 makes them arrive twice as fast. Raises
     `InputError` with file:line of the first line that is wrong, and how many more are.
     """
-    lines = _Lines(source)
-    first = lines.peek()
-    if format == "auto":
-        format = _recognise(first, lines)
-    elif format not in FORMATS:
-        raise InputError(
-            f'unknown trace format "{format}"', where="--format", hint=f"known: auto, {', '.join(FORMATS)}"
-        )
-    if format == "scenario":
-        trace = _read_scenario(lines)
-    else:
-        reader = _READERS[format]
-        requests, skipped = _collect(reader(lines), lines, limit=limit, skip_bad_lines=skip_bad_lines)
-        trace = Trace(lines.name, format, requests, skipped)
+    if format not in ("auto", *FORMATS):
+        raise unknown_name("trace format", format, ("auto", *FORMATS), where="--format")
+    with _open(source) as file:
+        lines = _Lines(source, file)
+        first = lines.peek()
+        if format == "auto":
+            format = _recognise(first, lines)
+        if format == "scenario":
+            trace = _read_scenario(lines)
+        else:
+            rows = _READERS[format](lines)
+            requests, skipped = _collect(rows, lines, limit=limit, skip_bad_lines=skip_bad_lines)
+            trace = Trace(lines.name, format, requests, skipped)
     requests = trace.requests[:limit]
     if format == "azure" and requests:  # wall-clock times: the trace's zero is its first request
         origin = min(r.arrival for r in requests)
@@ -150,10 +149,10 @@ def to_json_line(request: Request) -> str:
 class _Lines:
     """The lines of a source with their numbers, from 1; blank ones are left out."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, source: str, file: BinaryIO) -> None:
         self.name = source
         self.number = 0
-        self._file = _open(source)
+        self._file = file
         self._first: bytes | None = None
 
     def peek(self) -> str:
@@ -176,37 +175,35 @@ class _Lines:
         self._first = None
 
     def __iter__(self) -> Iterator[bytes]:
-        with self._file:
-            if self._first is not None:
-                self.number += 1
-                yield self._first
-            for raw in self._file:
-                self.number += 1
-                if raw.strip():
-                    yield raw
+        if self._first is not None:
+            self.number += 1
+            yield self._first
+        for raw in self._file:
+            self.number += 1
+            if raw.strip():
+                yield raw
 
     def text(self) -> str:
         """All that is left, as one text."""
-        with self._file:
-            return _decode((self._first or b"") + self._file.read(), self.name)
+        return _decode((self._first or b"") + self._file.read(), self.name)
 
 
 def _open(source: str) -> BinaryIO:
     if source == "-":
         return sys.stdin.buffer
     path = Path(source)
-    if not path.exists() and re.fullmatch(r"[a-z0-9-]+", source):
-        shipped = resource("workloads") / f"{source}.jsonl"
-        if shipped.is_file():
-            path = shipped
     try:
+        if source in workload_names() and not path.exists():
+            path = resource("workloads") / f"{source}.jsonl"
         return path.open("rb")
     except OSError as error:
+        near = difflib.get_close_matches(source, workload_names(), n=1)
         names = ", ".join(workload_names())
         raise InputError(
             f"cannot read the trace: {error.strerror or error}",
-            where=source,
-            hint=f"give a file, - for standard input, or a shipped workload ({names})",
+            where=source if len(source) <= 200 else f"{source[:200]}...",
+            hint=(f"did you mean {near[0]}? " if near else "")
+            + f"give a file, - for standard input, or a shipped workload ({names})",
         ) from error
 
 
@@ -244,7 +241,7 @@ def _recognise(first: str, lines: _Lines) -> str:
     raise InputError(
         f"no trace format that kvplan knows: the first line is {_quoted(first.strip())}",
         where=f"{lines.name}:{lines.number + 1}",
-        hint=f"known formats are {', '.join(FORMATS)}; docs/traces.md describes them",
+        hint=f"known formats are {', '.join(FORMATS)}; --format names one",
     )
 
 
@@ -270,7 +267,9 @@ def _collect(
     if first_bad is not None and not skip_bad_lines:
         if bad > 1:
             first_bad = InputError(
-                f"{first_bad.what}; {bad - 1} more bad lines", where=first_bad.where, hint=first_bad.hint
+                f"{first_bad.what}; {bad - 1} more bad line{'s' if bad > 2 else ''}",
+                where=first_bad.where,
+                hint=first_bad.hint,
             )
         raise first_bad
     return requests, bad
@@ -306,11 +305,8 @@ def _kvplan_row(text: str, number: int) -> Request:
         near = difflib.get_close_matches(key, _KVPLAN_KEYS, n=1)
         known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_KVPLAN_KEYS))}"
         raise _BadLine(f"unknown key {_quoted(key)}", known)
-    request_id = row.get("id", str(number))
-    if isinstance(request_id, bool) or not isinstance(request_id, str | int):
-        raise _BadLine(f"id is {_shown(request_id)}, not a text or whole number")
     request = Request(
-        str(request_id),
+        _request_id(row.get("id", number)),
         _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
         _tokens(row.get("input_tokens"), "input_tokens"),
         _tokens(row.get("output_tokens"), "output_tokens"),
@@ -455,8 +451,18 @@ def _scenario_config(config: object) -> SchedulerConfig:
         missing = ", ".join(re.findall(r"'(\w+)'", str(error)))
         raise _BadLine(f"config lacks {missing}", "give every setting of the engine") from error
     for key in ("num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
-        if not 0 < getattr(parsed, key) <= _MAX_TOKENS:
+        if not 0 < getattr(parsed, key) <= (_MAX_BLOCKS if key == "num_gpu_blocks" else _MAX_TOKENS):
             raise _BadLine(f"config.{key} is {getattr(parsed, key)}", "write a number above 0")
+    if not 0 <= parsed.watermark < 1:
+        raise _BadLine(f"config.watermark is {parsed.watermark}", "write a share from 0 to below 1")
+    if parsed.long_prefill_token_threshold < 0:
+        raise _BadLine(
+            f"config.long_prefill_token_threshold is {parsed.long_prefill_token_threshold}", "write 0 or more"
+        )
+    if parsed.max_num_active_seqs is not None and parsed.max_num_active_seqs < 1:
+        raise _BadLine(
+            f"config.max_num_active_seqs is {parsed.max_num_active_seqs}", "write null or 1 and more"
+        )
     if parsed.policy not in ("fcfs", "priority"):
         raise _BadLine(f"config.policy is {_quoted(str(parsed.policy))}", "use fcfs or priority")
     return parsed
@@ -494,7 +500,7 @@ def _scenario_request(row: object) -> Request:
     if not 0 <= arrival <= _MAX_TOKENS:
         raise _BadLine(f"arrival_step is {arrival}")
     request = Request(
-        str(row.get("id")),
+        _request_id(row.get("id")),
         arrival,
         prompt,
         _tokens(row.get("output_tokens"), "output_tokens"),
@@ -512,25 +518,43 @@ def _parse_json(text: str) -> dict[str, object]:
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
+        if isinstance(error, RecursionError):
+            raise _BadLine("not JSON: nested too deeply") from error
         cut = "" if text.rstrip().endswith("}") else ": the line may be cut"
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number is too long"
         raise _BadLine(f"not JSON: {reason}{cut}") from error
     if not isinstance(row, dict):
         raise _BadLine(f"{_shown(row)} instead of a JSON object")
     return row
 
 
+def _request_id(value: object) -> str:
+    if value is None:
+        raise _BadLine("id is missing")
+    if not _is_name(value):
+        raise _BadLine(f"id is {_shown(value)}, not a text or whole number")
+    return str(value)
+
+
+def _is_name(value: object) -> bool:
+    """Whether a value can name a request or a stream: a whole number, or text that UTF-8 can hold."""
+    if isinstance(value, str):
+        return not any("\ud800" <= character <= "\udfff" for character in value)
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _whole(value: object, field: str) -> int:
+    if value is None:
+        raise _BadLine(f"{field} is missing")
     if isinstance(value, bool) or not isinstance(value, int):
         raise _BadLine(f"{field} is {_shown(value)}, not a whole number")
     return value
 
 
 def _digits(text: str, field: str) -> int:
-    try:
-        return int(text)
-    except ValueError as error:
-        raise _BadLine(f"{field} is {_quoted(text)}, not a whole number") from error
+    if not re.fullmatch(r"-?[0-9]{1,20}", text):
+        raise _BadLine(f"{field} is {_quoted(text)}, not a whole number")
+    return int(text)
 
 
 def _tokens(value: object, field: str) -> int:
@@ -542,9 +566,11 @@ def _tokens(value: object, field: str) -> int:
 
 def _ticks(value: object, field: str, ticks_per_unit: int) -> int:
     """A time as ticks, exact in the decimal digits that were written."""
+    if value is None:
+        raise _BadLine(f"{field} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _BadLine(f"{field} is {_shown(value)}, not a number")
-    if not math.isfinite(value) or not 0 <= value * ticks_per_unit <= _MAX_ARRIVAL_S * PICOSECONDS:
+    if not 0 <= value <= _MAX_ARRIVAL_S * PICOSECONDS // ticks_per_unit:  # false for NaN too
         raise _BadLine(f"{field} is {value}, not a time from 0 on")
     if isinstance(value, int):
         return value * ticks_per_unit
@@ -556,7 +582,7 @@ def _segments(value: object, input_tokens: int) -> tuple[Segment, ...]:
         raise _BadLine(f"content is {_shown(value)}, not a list of [stream, start, length]")
     segments = []
     for item in value:
-        if not (isinstance(item, list) and len(item) == 3 and isinstance(item[0], str)):
+        if not (isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and _is_name(item[0])):
             raise _BadLine(f"content holds {_shown(item)}, not [stream, start, length]")
         start, length = _whole(item[1], "content start"), _whole(item[2], "content length")
         if start < 0 or length < 0:
@@ -570,7 +596,7 @@ def _segments(value: object, input_tokens: int) -> tuple[Segment, ...]:
 
 def _with_hash_ids(request: Request, ids: object, block_size: int) -> Request:
     """Content of a prompt whose whole blocks have ids; what is left over shares nothing."""
-    if not isinstance(ids, list) or not all(isinstance(i, int | str) for i in ids):
+    if not isinstance(ids, list) or not all(_is_name(i) for i in ids):
         raise _BadLine(f"hash_ids is {_shown(ids)}, not a list of ids")
     if not ids:
         return request

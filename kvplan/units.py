@@ -43,7 +43,11 @@ def parse_size(text: str, *, where: str) -> int:
         )
     size = int(Decimal(number) * _UNITS[unit])
     if not 0 < size <= _MAX_BYTES:
-        raise InputError(f'"{text}" is no plausible size', where=where, hint="write a size above 0")
+        raise InputError(
+            f'"{text}" is no plausible size',
+            where=where,
+            hint="write a size above 0 and at most 1,048,576 TiB",
+        )
     return size
 
 
@@ -52,7 +56,7 @@ _COUNT_SCALES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1
 
 def parse_count(text: str, *, where: str) -> int:
     """A whole number, as vLLM reads lengths: ``32k`` is 32,000 and ``32K`` 32,768. Raises `InputError`."""
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([kKmMgG]?)", text.strip())
+    match = re.fullmatch(r"(-?[0-9]{1,20}(?:\.[0-9]{1,6})?)([kKmMgG]?)", text.strip())
     value = Decimal(match.group(1)) * _COUNT_SCALES[match.group(2)] if match else Decimal("0.5")
     if value != value.to_integral_value():
         raise InputError(
@@ -109,7 +113,10 @@ def format_seconds(seconds: float | None) -> str:
     """
     if seconds is None:
         return "-"
-    for limit, factor, unit in ((1e-3, 1e6, "µs"), (1.0, 1e3, "ms")):
+    for limit, factor, unit in (
+        (0.9995e-3, 1e6, "µs"),
+        (0.9995, 1e3, "ms"),
+    ):  # what rounds up is the next unit
         if 0 < abs(seconds) < limit:
             return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds:.3g} s" if abs(seconds) < 100 else f"{seconds:,.0f} s"
+    return f"{seconds:.3g} s" if abs(seconds) < 99.95 else f"{seconds:,.0f} s"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 import shlex
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from typing import NamedTuple
@@ -43,44 +44,39 @@ def read_command(text: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand
     A flag that may change memory and that kvplan does not handle raises `InputError`, unless it is in
     ``ignored_flags``; harmless ones are listed in ``ignored``.
     """
-    words = _split(text)
+    words = deque(_split(text))
     ignore = {_canonical(name) for name in ignored_flags}
-    position = 0
     model: str | None = None
     values: dict[str, object] = {}
     ignored: list[str] = []
-    while position < len(words):
-        word = words[position]
-        position += 1
+    while words:
+        word = words.popleft()
         if not word.startswith("-") or word == "-":
-            if model is not None:
-                raise InputError(
-                    f'"{word}" is a second model', where="--vllm-command", hint="quote values with spaces"
-                )
-            model = word
+            model = _one_model(model, word)
             continue
         name, equals, inline = word.partition("=")
         flag = _canonical(name)
-        takes_value = not (flag in _SWITCHES or flag in _HARMLESS_SWITCHES)
-        if flag in ignore and flag not in _VALUES and flag not in _HARMLESS_VALUES:
-            takes_value = position < len(words) and not words[position].startswith("-") and model is not None
-        value: str | None = inline if equals else None
-        if takes_value and value is None:
-            if position >= len(words):
-                raise InputError(f"{name} has no value", where="--vllm-command", hint=f"write {name} VALUE")
-            value = words[position]
-            position += 1
-        if flag in ignore or flag in _HARMLESS_SWITCHES or flag in _HARMLESS_VALUES:
+        if flag in _SWITCHES or flag in _HARMLESS_SWITCHES:
+            if equals:
+                raise InputError(f"{name} takes no value", where="--vllm-command", hint=f"write {name} alone")
+            if flag in _SWITCHES and flag not in ignore:
+                option, on = _SWITCHES[flag]
+                values[option] = on
+            else:
+                ignored.append(name)
+            continue
+        known = flag in _VALUES or flag in _HARMLESS_VALUES or flag in _ONLY_ONE or flag == "--model"
+        if not known and flag not in ignore:
+            raise _unhandled(name, flag)
+        value = inline if equals else _next_value(words, name, required=known, model_follows=model is None)
+        if flag in ignore or flag in _HARMLESS_VALUES:
             ignored.append(name)
-        elif flag in _SWITCHES:
-            option, on = _SWITCHES[flag]
-            values[option] = on
         elif flag in _VALUES:
             option, convert = _VALUES[flag]
-            values[option] = convert(value or "", name)
+            values[option] = convert(value, name)
         elif flag == "--model":
-            model = value
-        elif flag in _ONLY_ONE and value == "1":
+            model = _one_model(model, value)
+        elif value == "1":
             ignored.append(f"{name} 1")
         else:
             raise _unhandled(name, flag)
@@ -89,6 +85,26 @@ def read_command(text: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand
             "the command names no model", where="--vllm-command", hint='write "vllm serve MODEL ..."'
         )
     return VllmCommand(model, values, tuple(ignored))
+
+
+def _one_model(model: str | None, word: str) -> str:
+    if model is not None:
+        raise InputError(
+            f'"{word}" is a second model', where="--vllm-command", hint="quote values with spaces"
+        )
+    return word
+
+
+def _next_value(words: deque[str], name: str, *, required: bool, model_follows: bool) -> str:
+    """The value of a flag; of an unknown one, whether it has one is told from what follows."""
+    is_flag = [word.startswith("-") for word in words]
+    if not required:
+        # A word before the next flag is its value, unless it is the only one left to be the model.
+        if not words or is_flag[0] or (model_follows and (len(words) < 2 or is_flag[1])):
+            return ""
+    elif not words:
+        raise InputError(f"{name} has no value", where="--vllm-command", hint=f"write {name} VALUE")
+    return words.popleft()
 
 
 def _split(text: str) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,6 +18,9 @@ from kvplan.text import literal
 #: Click's exceptions, whichever Click it is that Typer brings.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 _CLICK_EXCEPTION: type[Exception] = _USAGE_ERROR.__bases__[0]
+
+_INTERRUPTED = 130
+_COMMANDS = ("size", "simulate", "check", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
@@ -56,23 +60,28 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     as_json = "--json" in arguments
     try:
         code = app(arguments, prog_name="kvplan", standalone_mode=False)
+        sys.stdout.flush()
     except KvplanError as error:
         code = _fail(error, as_json=as_json)
-    except typer.Abort:
-        sys.stderr.write("kvplan: interrupted\n")
-        code = 130
-    except BrokenPipeError:  # the reader of our output left
-        sys.stderr.close()
-        code = 0
+    except (typer.Abort, KeyboardInterrupt):
+        code = _INTERRUPTED
     except _CLICK_EXCEPTION as error:
-        code = _fail(_from_click(error), as_json=as_json)
+        code = _fail(_from_click(error, arguments), as_json=as_json)
+    except (BrokenPipeError, SystemExit):
+        # The reader of our output has gone; Typer turns that into SystemExit, and nothing else here does.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    if code == _INTERRUPTED:
+        sys.stderr.write("kvplan: interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def _from_click(error: Exception) -> InputError:
+def _from_click(error: Exception, arguments: Sequence[str]) -> InputError:
     """A usage error in our own form."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "kvplan"
+    if command == "kvplan" and arguments and arguments[0] in _COMMANDS:
+        command = f"kvplan {arguments[0]}"  # the parser of options does not say whose they are
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     return InputError(message.rstrip("."), where=command, hint=f"{command} --help shows the usage")
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from kvplan.cli import options as shared
+
+if TYPE_CHECKING:
+    from kvplan.report import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -24,7 +27,6 @@ def models(
     from pathlib import Path
 
     from kvplan.config import list_models, load_model
-    from kvplan.report import Report
 
     catalogue = Path(models) if models else None
     if name is not None:
@@ -34,7 +36,7 @@ def models(
         if json:
             shared.print_json({"model": record})
             return
-        Report().record(record)
+        report().record(record)
         return
     known = list_models(catalogue)
     if json:
@@ -47,7 +49,7 @@ def models(
             }
         )
         return
-    Report().models(known)
+    report().models(known)
 
 
 def gpus(
@@ -56,17 +58,23 @@ def gpus(
 ) -> None:
     """The GPUs that kvplan knows by name."""
     from kvplan.config import list_gpus, load_gpu
-    from kvplan.report import Report
 
     if name is not None:
         record = load_gpu(name).to_dict()
         if json:
             shared.print_json({"gpu": record})
             return
-        Report().record(record)
+        report().record(record)
         return
     known = list_gpus()
     if json:
         shared.print_json({"gpus": [gpu.to_dict() for gpu in known]})
         return
-    Report().gpus(known)
+    report().gpus(known)
+
+
+def report() -> Report:
+    """A report on stdout; JSON does without rich."""
+    from kvplan.report import Report
+
+    return Report()

@@ -9,6 +9,7 @@ import typer
 
 from kvplan.cli import options as shared
 from kvplan.errors import InputError
+from kvplan.text import literal
 
 if TYPE_CHECKING:
     from kvplan.jobs.check import CheckReport
@@ -33,7 +34,7 @@ def check(
 ) -> None:
     """Hold figures of size and simulate against a file of expectations, for CI."""
     from kvplan.jobs.check import CheckReport, read_checks
-    from kvplan.output import check_output_path, whole_file
+    from kvplan.output import check_output_paths, whole_file
 
     if output_format not in _FORMATS:
         raise InputError(
@@ -41,7 +42,7 @@ def check(
             where="--output-format",
             hint=f"use {', '.join(_FORMATS)}",
         )
-    check_output_path(junit, "--junit")
+    check_output_paths({"--junit": junit}, sources=[file])
     planned = read_checks(file)
     results = []
     for number, one in enumerate(planned, 1):
@@ -80,7 +81,7 @@ def _annotations(report: CheckReport) -> str:
 
 
 def _data(text: str) -> str:
-    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    return literal(text).replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
 def _property(text: str) -> str:

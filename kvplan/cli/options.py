@@ -11,7 +11,8 @@ from typing import Annotated, TypeVar
 import typer
 
 from kvplan import __version__
-from kvplan.options import ServingOptions
+from kvplan.errors import InputError
+from kvplan.options import ServingOptions, flag
 from kvplan.text import literal
 from kvplan.units import parse_count
 
@@ -31,7 +32,8 @@ KvCacheMemoryBytes = Annotated[
     ),
 ]
 TensorParallelSize = Annotated[
-    int | None, typer.Option("--tensor-parallel-size", "-tp", help="Ranks that share each layer.")
+    str | None,
+    typer.Option("--tensor-parallel-size", "-tp", metavar="N", help="Ranks that share each layer."),
 ]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Of weights and activations; auto is the model's own.")
@@ -39,13 +41,18 @@ Dtype = Annotated[
 KvCacheDtype = Annotated[
     str | None, typer.Option("--kv-cache-dtype", help="Of the KV cache; auto is that of the weights.")
 ]
-BlockSize = Annotated[int | None, typer.Option("--block-size", help="Tokens in a block (16).")]
+BlockSize = Annotated[str | None, typer.Option("--block-size", metavar="N", help="Tokens in a block (16).")]
 GpuMemoryUtilization = Annotated[
-    float | None,
-    typer.Option("--gpu-memory-utilization", help="Share of the memory that the engine may use (0.92)."),
+    str | None,
+    typer.Option(
+        "--gpu-memory-utilization",
+        metavar="SHARE",
+        help="Share of the memory that the engine may use (0.92).",
+    ),
 ]
 NumGpuBlocksOverride = Annotated[
-    int | None, typer.Option("--num-gpu-blocks-override", help="Number of blocks, instead of a budget.")
+    str | None,
+    typer.Option("--num-gpu-blocks-override", metavar="N", help="Number of blocks, instead of a budget."),
 ]
 MaxModelLen = Annotated[
     str | None,
@@ -53,9 +60,11 @@ MaxModelLen = Annotated[
         "--max-model-len", metavar="N|auto", help="Longest sequence served (the model's own maximum)."
     ),
 ]
-MaxNumSeqs = Annotated[int | None, typer.Option("--max-num-seqs", help="Most sequences in a step.")]
+MaxNumSeqs = Annotated[
+    str | None, typer.Option("--max-num-seqs", metavar="N", help="Most sequences in a step.")
+]
 MaxNumBatchedTokens = Annotated[
-    int | None, typer.Option("--max-num-batched-tokens", help="Most tokens in a step.")
+    str | None, typer.Option("--max-num-batched-tokens", metavar="N", help="Most tokens in a step.")
 ]
 EnforceEager = Annotated[
     bool | None, typer.Option("--enforce-eager", help="No CUDA graphs.", show_default=False)
@@ -88,17 +97,29 @@ _Options = TypeVar("_Options", bound=ServingOptions)
 
 
 def from_params(kind: type[_Options], params: Mapping[str, object]) -> _Options:
-    """The option object of a command's parsed values."""
-    values = {item.name: params.get(item.name) for item in fields(kind)}
-    if isinstance(values["set"], list):
-        values["set"] = tuple(values["set"])
-    if values["max_model_len"] is not None:
-        values["max_model_len"] = _length(str(values["max_model_len"]))
+    """The option object of a command's parsed values; numbers come as text and are read here."""
+    values: dict[str, object] = {}
+    for item in fields(kind):
+        value = params.get(item.name)
+        if isinstance(value, str):
+            value = _read(item.name, value, kind)
+        values[item.name] = tuple(value) if isinstance(value, list) else value
     return kind.of(values)
 
 
-def _length(text: str) -> int | str:
-    return text if text == "auto" else parse_count(text, where="--max-model-len")
+def _read(name: str, text: str, kind: type[ServingOptions]) -> object:
+    kinds = kind.kinds(name)
+    where = flag(name)
+    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes") and text != "auto":
+        return parse_count(text, where=where)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError as error:
+            raise InputError(
+                f'"{text}" is not a number', where=where, hint="write a number such as 0.9"
+            ) from error
+    return text
 
 
 def print_json(document: Mapping[str, object]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from kvplan.cli import options as shared
+from kvplan.errors import InputError
 
 if TYPE_CHECKING:
     from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
@@ -52,38 +53,42 @@ def simulate(
         typer.Option("--enable-chunked-prefill/--no-enable-chunked-prefill", help="Split long prompts (on)."),
     ] = None,
     long_prefill_token_threshold: Annotated[
-        int | None,
-        typer.Option("--long-prefill-token-threshold", help="Longest prompt chunk in a step (0: no limit)."),
+        str | None,
+        typer.Option(
+            "--long-prefill-token-threshold",
+            metavar="N",
+            help="Longest prompt chunk in a step (0: no limit).",
+        ),
     ] = None,
     scheduling_policy: Annotated[
         str | None,
         typer.Option("--scheduling-policy", metavar="fcfs|priority", help="Who goes first (fcfs)."),
     ] = None,
     step_time: Annotated[
-        float | None,
+        str | None,
         typer.Option("--step-time", metavar="SECONDS", help="A constant instead of the latency model."),
     ] = None,
     format: Annotated[
         str, typer.Option("--format", help="Of the trace: auto, kvplan, azure, mooncake or scenario.")
     ] = "auto",
     limit: Annotated[
-        int | None, typer.Option("--limit", help="Only the first requests of the trace.")
+        str | None, typer.Option("--limit", metavar="N", help="Only the first requests of the trace.")
     ] = None,
     rate_scale: Annotated[
-        float | None, typer.Option("--rate-scale", help="2 makes requests arrive twice as fast.")
+        str | None, typer.Option("--rate-scale", metavar="X", help="2 makes requests arrive twice as fast.")
     ] = None,
     warmup: Annotated[
-        float | None,
+        str | None,
         typer.Option("--warmup", metavar="SECONDS", help="Left out of the figures at the start."),
     ] = None,
     slo_ttft: Annotated[
-        float | None, typer.Option("--slo-ttft", metavar="SECONDS", help="Goal for goodput.")
+        str | None, typer.Option("--slo-ttft", metavar="SECONDS", help="Goal for goodput.")
     ] = None,
     slo_tpot: Annotated[
-        float | None, typer.Option("--slo-tpot", metavar="SECONDS", help="Goal for goodput.")
+        str | None, typer.Option("--slo-tpot", metavar="SECONDS", help="Goal for goodput.")
     ] = None,
     slo_e2e: Annotated[
-        float | None, typer.Option("--slo-e2e", metavar="SECONDS", help="Goal for goodput.")
+        str | None, typer.Option("--slo-e2e", metavar="SECONDS", help="Goal for goodput.")
     ] = None,
     skip_bad_lines: Annotated[
         bool, typer.Option("--skip-bad-lines", help="Leave out lines that are wrong.")
@@ -111,10 +116,14 @@ def simulate(
     """Replay a trace through vLLM's scheduler, block pool and prefix cache."""
     from kvplan.jobs.simulate import Simulation
     from kvplan.options import SimulateOptions
-    from kvplan.output import check_output_path
+    from kvplan.output import check_output_paths
 
-    for path, option in ((requests, "--requests"), (timeline, "--timeline"), (events, "--events")):
-        check_output_path(path, option)
+    outputs = {"--requests": requests, "--timeline": timeline, "--events": events}
+    check_output_paths(outputs, sources=[trace])
+    if events_detail and events is None:
+        raise InputError(
+            "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
+        )
     simulation = Simulation(trace, shared.from_params(SimulateOptions, ctx.params))
     result = _run(simulation, requests, timeline, events, events_detail)
     for warning in result.warnings:
@@ -152,7 +161,7 @@ def _run(
             observers.append(
                 EventWriter(outputs.enter_context(whole_file(events)), scale, detail=events_detail)
             )
-        columns = Timeline(simulation.usable_blocks) if timeline is not None else None
+        columns = Timeline(timeline, simulation.usable_blocks) if timeline is not None else None
         if columns is not None:
             observers.append(columns)
         progress = None
@@ -165,6 +174,6 @@ def _run(
             raise _Partial  # no file may pass for a whole one
         if requests is not None:
             write_requests(outputs.enter_context(whole_file(requests)), result.records, scale)
-        if timeline is not None and columns is not None:
-            columns.write(timeline, scale)
+        if columns is not None:
+            columns.write(scale)
     return result

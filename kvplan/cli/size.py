@@ -27,8 +27,10 @@ def size(
         list[str] | None,
         typer.Argument(metavar="MODEL...", help="Catalogue names, config.json files or model folders."),
     ] = None,
-    seq: Annotated[int | None, typer.Option("--seq", help="Tokens of one sequence.")] = None,
-    concurrency: Annotated[int | None, typer.Option("--concurrency", help="Sequences at once (1).")] = None,
+    seq: Annotated[str | None, typer.Option("--seq", metavar="N", help="Tokens of one sequence.")] = None,
+    concurrency: Annotated[
+        str | None, typer.Option("--concurrency", metavar="N", help="Sequences at once (1).")
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(

@@ -45,10 +45,11 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
     pieces: list[str] = []
     room = block_size
     for segment in join_segments(segments):
-        label = f"{len(segment.stream)}:{segment.stream}@"  # length first: no name can imitate another
+        # Lengths first and an end to each number: no name can imitate another, or several segments.
+        label = f"{len(segment.stream)}:{segment.stream}@"
         start, left = segment.start, segment.length
         while left >= room:
-            pieces.append(f"{label}{start}+{room}")
+            pieces.append(f"{label}{start}+{room};")
             parent = blake2b(parent + "".join(pieces).encode(), digest_size=16).digest()
             yield parent
             pieces.clear()
@@ -56,7 +57,7 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
             left -= room
             room = block_size
         if left:
-            pieces.append(f"{label}{start}+{left}")
+            pieces.append(f"{label}{start}+{left};")
             room -= left
 
 

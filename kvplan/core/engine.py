@@ -14,6 +14,9 @@ from kvplan.errors import DoesNotFit, InputError
 
 Policy = Literal["fcfs", "priority"]
 
+#: A sequence that outgrew the pool so often, while no other got a turn, finds the same state again and again.
+RESTARTS_TO_GIVE_UP = 4
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:

@@ -234,8 +234,11 @@ class Metrics:
         record = RequestRecord(request, request.arrival >= self.window_start, rejected_for)
         self.records[request.id] = record
         if rejected_for is None:
-            waited = now - max(request.arrival, self.window_start)
-            self._held.waiting += max(0, waited)
+            since = max(request.arrival, self.window_start)
+            # What lies before the last finish so far is in the window for sure.
+            middle = min(max(since, self.window_end or since), now)
+            self._sums.waiting += max(0, middle - since)
+            self._held.waiting += max(0, now - max(since, middle))
 
     def idle(self, start: int, end: int) -> None:
         """Note a gap in which nothing is live."""
@@ -567,8 +570,8 @@ def percentile(ordered: Seq[float], ends: Seq[int], percent: int) -> float:
 
     ``ordered[i]`` stands at places ``ends[i-1] .. ends[i]-1`` of the sorted values. O(log n).
 
-    >>> percentile([10, 20], [1, 4], 50)  # of 10, 20, 20, 20
-    20
+    >>> percentile([10, 20], [1, 4], 25)  # of 10, 20, 20, 20
+    17.5
     """
     place, part = divmod(percent * (ends[-1] - 1), 100)
     low = ordered[bisect_right(ends, place)]

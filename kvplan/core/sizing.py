@@ -7,7 +7,7 @@ Exact: everything derived from the shape of the model. Estimated: what the engin
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
@@ -65,6 +65,7 @@ class KvBytes:
     bytes_per_sequence: int
     allocated_bytes_per_sequence: int
     total_bytes: int
+    groups: tuple[KvGroup, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +74,6 @@ class KvSizes(KvBytes):
 
     dtype: str
     block_size: int
-    groups: tuple[KvGroup, ...]
     cluster_bytes_per_token: int
     per_gpu: KvBytes
 
@@ -149,6 +149,7 @@ class Capacity:
     weights_share_of_memory: float | None
     ranks: tuple[Rank, ...]
     limiting_rank: int
+    suggestions: tuple[dict[str, str], ...]
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
 
@@ -166,42 +167,43 @@ def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
 
 def kv_sizes(spec: ModelSpec, deployment: Deployment) -> KvSizes:
     """KV bytes of a model with full attention. Raises `InputError` for kinds that cannot be sized yet."""
-    layers = spec.full_attention
-    element = KV_DTYPE_BYTES[deployment.kv_cache_dtype]
     tp = deployment.tensor_parallel_size
-    whole = _kv_bytes(sum(a.bytes_per_token(element) for a in layers), deployment)
-    rank = _kv_bytes(sum(a.bytes_per_token(element, tp) for a in layers), deployment)
-    groups = tuple(
-        KvGroup(
-            kind=a.kind,
-            layers=a.layers,
-            padded_layers=a.layers,
-            block_size=deployment.block_size,
-            page_bytes=a.bytes_per_token(element) * deployment.block_size // a.layers,
-            blocks_per_sequence=blocks_for(deployment.seq, deployment.block_size),
-        )
-        for a in layers
-    )
+    whole, rank = _kv_bytes(spec, deployment, 1), _kv_bytes(spec, deployment, tp)
     return KvSizes(
-        **asdict(whole),
+        **{item.name: getattr(whole, item.name) for item in fields(whole)},
         dtype=deployment.kv_cache_dtype,
         block_size=deployment.block_size,
-        groups=groups,
         cluster_bytes_per_token=rank.bytes_per_token * tp,
         per_gpu=rank,
     )
 
 
-def _kv_bytes(bytes_per_token: int, deployment: Deployment) -> KvBytes:
-    block = bytes_per_token * deployment.block_size
+def _kv_bytes(spec: ModelSpec, deployment: Deployment, tensor_parallel_size: int) -> KvBytes:
+    """What one of so many ranks holds; of one: the whole model."""
+    element = KV_DTYPE_BYTES[deployment.kv_cache_dtype]
+    block_size = deployment.block_size
+    blocks = blocks_for(deployment.seq, block_size)
+    per_token = [(a, a.bytes_per_token(element, tensor_parallel_size)) for a in spec.full_attention]
+    bytes_per_token = sum(size for _, size in per_token)
     sequence = bytes_per_token * deployment.seq
     return KvBytes(
         bytes_per_token=bytes_per_token,
         fixed_bytes_per_sequence=0,  # full attention keeps nothing of fixed size
-        bytes_per_block=block,
+        bytes_per_block=bytes_per_token * block_size,
         bytes_per_sequence=sequence,
-        allocated_bytes_per_sequence=block * blocks_for(deployment.seq, deployment.block_size),
+        allocated_bytes_per_sequence=bytes_per_token * block_size * blocks,
         total_bytes=sequence * deployment.concurrency,
+        groups=tuple(
+            KvGroup(
+                kind=a.kind,
+                layers=a.layers,
+                padded_layers=a.layers,
+                block_size=block_size,
+                page_bytes=size * block_size // a.layers,
+                blocks_per_sequence=blocks,
+            )
+            for a, size in per_token
+        ),
     )
 
 
@@ -309,6 +311,7 @@ def plan_capacity(
         weights_share_of_memory=weights.per_gpu_bytes / memory if memory and weights.per_gpu_bytes else None,
         ranks=(Rank(0, spec.num_layers, weights.per_gpu_bytes, kv.per_gpu.bytes_per_block, num_blocks),),
         limiting_rank=0,
+        suggestions=(),  # none was asked for
         exact=_EXACT if overhead is not None else (*_EXACT, *_ESTIMATED[1:]),
         estimated=_ESTIMATED if overhead is not None else (),
     )

@@ -157,7 +157,7 @@ def read_checks(path: str) -> list[PlannedCheck]:
         if key not in ("version", "engine", "defaults", "checks"):
             raise _unknown_key(key, ("version", "engine", "defaults", "checks"), node)
     version = document.get("version")
-    if version is None or version.value() != 1:
+    if version is None or type(version.value()) is not int or version.value() != 1:
         place = (version or root).place
         raise InputError("version is not 1", where=str(place), hint="write version: 1 on top")
     engine = document.get("engine")
@@ -219,7 +219,10 @@ class PlannedCheck:
     expectations: tuple[_Expectation, ...]
 
     def run(self) -> CheckResult:
-        """Compute the figures and judge them. An engine that would not start fails every expectation."""
+        """Compute the figures and judge them.
+
+        An engine that would not start, or a run that got stuck, fails every expectation but ``fits: false``.
+        """
         try:
             with _at(self.place):
                 document = self._document()
@@ -231,7 +234,12 @@ class PlannedCheck:
 
     def _document(self) -> Mapping[str, object]:
         if isinstance(self.options, SimulateOptions):
-            return Simulation(self.subject, self.options, self.origins).run().to_dict()
+            result = Simulation(self.subject, self.options, self.origins).run()
+            if result.simulation["status"] == "interrupted":
+                raise KeyboardInterrupt  # figures of a part are no ground for a verdict
+            if result.simulation["status"] == "stuck":
+                raise DoesNotFit(f"the run got stuck: {result.simulation['reason']}")
+            return result.to_dict()
         return size_with(self.subject, self.options, self.origins).to_dict()
 
     def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
@@ -250,7 +258,7 @@ class PlannedCheck:
             expectation.figure,
             expectation.text,
             None,
-            False,
+            expectation.path == "capacity.fits" and expectation.holds(False),
             expectation.place.line,
             expectation.place.column,
             reason,
@@ -351,7 +359,7 @@ def _option_names(kind: type[ServingOptions]) -> frozenset[str]:
 
 
 def _unknown_key(key: str, known: frozenset[str] | tuple[str, ...], node: Node) -> InputError:
-    return unknown_name("key", key, known, where=str(node.key_place), listing="docs/checks.md")
+    return unknown_name("key", key, known, where=str(node.key_place))
 
 
 # Expectations

@@ -343,7 +343,10 @@ def _machine(resolver: Resolver, warnings: list[str]) -> _Machine:
     elif gpu_text is not None:
         resolver.choose("gpu", gpu_text, "default")
     spec = load_model(
-        model, catalogue=Path(options.models) if options.models else None, overrides=options.set
+        model,
+        catalogue=Path(options.models) if options.models else None,
+        overrides=options.set,
+        where="--model",
     )
     gpu, count = find_gpu(gpu_text)
     serving = resolve_serving(spec, resolver, gpu=gpu, gpu_count=count)

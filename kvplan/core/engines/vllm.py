@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Turn
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -37,6 +37,7 @@ class Vllm:
         self._num_added = 0
         self._num_admitted = 0
         self._outgrown: set[Member] = set()
+        self._restarts = 0
         #: Whether the head of the queue was tried in vain and nothing has changed since that could help it.
         self._head_is_blocked = False
         # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
@@ -53,7 +54,8 @@ class Vllm:
     @property
     def is_livelocked(self) -> bool:
         """As `VllmPlain.is_livelocked`."""
-        return bool(self.running) and len(self.running) + len(self.waiting) == len(self._outgrown)
+        live = len(self.running) + len(self.waiting)
+        return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
 
     def live(self) -> Iterator[tuple[str, int]]:
         """Id and tokens so far, prompt included, of every live request."""
@@ -118,6 +120,7 @@ class Vllm:
 
     def _decode(self, turn: Turn[Member], steps: int) -> None:
         cohort = self.cohort
+        self._restarts = 0
         turn.steps = steps
         turn.decoders = turn.work.decodes = cohort.size
         turn.work.decode_context = cohort.context
@@ -244,6 +247,7 @@ class Vllm:
         del self.running[victim]
         if not self.running:
             self._outgrown.add(victim)
+            self._restarts += 1
         holding = self._holdings[victim]
         if victim.decoding:
             self.cohort.leave(victim)
@@ -364,8 +368,12 @@ class Vllm:
         block_size, cohort = self.config.block_size, self.cohort
         turn.decoders = turn.work.decodes = decoders
         turn.scheduled_tokens = decoders
+        if decoders:
+            self._restarts = 0
         for member, tokens in scheduled.items():
             before = member.computed
+            if member not in self._outgrown:
+                self._restarts = 0
             member.computed = after = before + tokens
             turn.scheduled_tokens += tokens
             if before >= member.request.input_tokens and tokens == 1:

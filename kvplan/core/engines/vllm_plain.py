@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.content import BlockHash, block_hashes
-from kvplan.core.engine import SchedulerConfig, Sequence, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Sequence, Turn
 from kvplan.core.request import Request
 
 
@@ -154,6 +154,8 @@ class VllmPlain:
         self.waiting: deque[PlainSequence] = deque()
         self._num_added = 0
         self._outgrown: set[PlainSequence] = set()
+        #: How often a sequence outgrew the pool, alone, since another one was scheduled.
+        self._restarts = 0
 
     @property
     def is_idle(self) -> bool:
@@ -162,13 +164,13 @@ class VllmPlain:
 
     @property
     def is_livelocked(self) -> bool:
-        """Whether every live sequence needs more blocks than the pool has, yet runs again and again.
+        """Whether nothing but sequences that need more blocks than the pool has runs, again and again.
 
         With ``scheduler_reserve_full_isl`` off, such a sequence is admitted by its first chunk,
-        outgrows the pool, preempts itself and starts over without end.
+        outgrows the pool, preempts itself and starts over without end. Others may wait behind it for ever.
         """
         live = len(self.running) + len(self.waiting)
-        return bool(self.running) and live == len(self._outgrown)
+        return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
 
     def decode_shape(self) -> tuple[int, int] | None:
         """None: this engine takes one step a turn and needs no forecast of its time."""
@@ -303,6 +305,7 @@ class VllmPlain:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         if not self.running:  # it was alone: no pool state could ever let it go on
             self._outgrown.add(victim)
+            self._restarts += 1
         turn.preempted.append(victim)
         turn.new_blocks.pop(victim, None)
         self.pool.release(victim.blocks)
@@ -413,6 +416,8 @@ class VllmPlain:
         work = turn.work
         for sequence, tokens in turn.scheduled:
             before = sequence.computed
+            if sequence not in self._outgrown:
+                self._restarts = 0
             sequence.computed = after = before + tokens
             turn.scheduled_tokens += tokens
             if before >= sequence.request.input_tokens and tokens == 1:
