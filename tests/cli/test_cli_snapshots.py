@@ -1,0 +1,127 @@
+"""What people see at 80 columns, word for word.
+
+``KVPLAN_UPDATE_SNAPSHOTS=1`` rewrites the files; read the difference before it is kept.
+"""
+
+from __future__ import annotations
+
+import shutil
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from command_line import GOLDENS, SNAPSHOTS, UPDATE, Cli, same_as_snapshot
+from rich.cells import cell_len
+
+import kvplan
+
+COMMANDS = {
+    "size": "size llama-2-13b --seq 4096",
+    "size-explain": "size llama-2-13b --seq 4096 --concurrency 10 --gpu a100-80gb --explain",
+    "size-tensor-parallel": "size llama-3.1-70b --seq 8192 --gpu 4xh100-80gb --kv-cache-dtype fp8",
+    "size-two-models": "size llama-2-13b llama-3.1-8b --seq 4096 --gpu a100-80gb",
+    "size-gpu-ranking": "size llama-3.1-8b --gpu l4,h100-80gb",
+    "size-does-not-fit": "size llama-2-13b --seq 4096 --gpu l4",
+    "simulate-scenario": "simulate 05_preempt_single.scenario.json",
+    "simulate-scenario-timed": "simulate 05_preempt_single.scenario.json --step-time 0.02 --slo-ttft 0.1",
+    "simulate-stuck": "simulate 23_never_fits.scenario.json",
+    "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
+    "simulate-estimated-times": "simulate chat --limit 20",
+    "check": "check capacity.yaml",
+    "gpu": "gpus h100-80gb",
+    "model": "models llama-2-13b",
+}
+CODES = {"size-does-not-fit": 1, "simulate-stuck": 1, "check": 1}
+HELP = ("", "size", "simulate", "check", "models", "gpus")
+
+#: Typer lays out the help texts; another version may do it otherwise.
+TYPER_OF_HELP = "0.29"
+
+CHECK_FILE = """\
+version: 1
+engine: vllm@0.33
+defaults: {gpu: h100-80gb}
+checks:
+  - name: chat-13b fits 10 users at 4k
+    model: llama-2-13b
+    seq: 4096
+    concurrency: 10
+    expect: {fits: true, headroom: ">= 5%", kv.total_bytes: "<= 32GiB"}
+  - name: a day of chat does not preempt, and shares its prompts
+    trace: chat
+    limit: 100
+    expect: {preemption_events: "== 0", prefix_hit_rate: ">= 90%"}
+  - name: the small card
+    vllm_command: vllm serve llama-2-13b --max-model-len 4096
+    gpu: l4
+    expect: {fits: true}
+"""
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_prints_its_snapshot(cli: Cli, tmp_path: Path, name: str) -> None:
+    for scenario in ("05_preempt_single", "23_never_fits"):
+        shutil.copy(GOLDENS / f"{scenario}.scenario.json", tmp_path)
+    (tmp_path / "capacity.yaml").write_text(CHECK_FILE)
+    outcome = cli(COMMANDS[name])
+    assert outcome.code == CODES.get(name, 0)
+    same_as_snapshot(name, outcome.out)
+    assert outcome.err == ""
+
+
+@pytest.mark.skipif(
+    not version("typer").startswith(f"{TYPER_OF_HELP}."),
+    reason=f"the snapshots of the help were made with Typer {TYPER_OF_HELP}",
+)
+@pytest.mark.parametrize("command", HELP)
+def test_help_prints_its_snapshot(cli: Cli, command: str) -> None:
+    outcome = cli(f"{command} --help")
+    assert (outcome.code, outcome.err) == (0, "")
+    same_as_snapshot(f"help-{command}" if command else "help", outcome.out)
+
+
+def test_each_snapshot_is_80_columns_wide_at_most() -> None:
+    too_wide = [
+        f"{path.name}:{number}: {cell_len(line)} columns"
+        for path in SNAPSHOTS.glob("*.txt")
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if cell_len(line) > 80
+    ]
+    assert not too_wide
+
+
+@pytest.mark.skipif(UPDATE, reason="files are being written")
+def test_each_snapshot_belongs_to_a_test() -> None:
+    expected = {*COMMANDS, *(f"help-{c}" if c else "help" for c in HELP)}
+    assert {path.stem for path in SNAPSHOTS.glob("*.txt")} == expected
+
+
+@pytest.mark.parametrize("columns", ["40", "60", "200"])
+@pytest.mark.parametrize("name", ["size-explain", "size-gpu-ranking", "simulate-estimated-times", "check"])
+def test_other_widths_lose_no_figure(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, columns: str
+) -> None:
+    (tmp_path / "capacity.yaml").write_text(CHECK_FILE)
+    usual = cli(COMMANDS[name])
+    monkeypatch.setenv("COLUMNS", columns)
+    outcome = cli(COMMANDS[name])
+    assert outcome.code == usual.code
+    assert digits(outcome.out) == digits(usual.out)
+
+
+def digits(text: str) -> list[str]:
+    """The digits of a text, sorted: lines break elsewhere at another width, cells side by side included."""
+    return sorted(character for character in text if character.isdigit())
+
+
+def test_no_colour_and_no_control_code_without_a_terminal(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_COLOR")
+    assert "\x1b" not in cli("size llama-2-13b --gpu a100-80gb").out
+
+
+@pytest.mark.parametrize("command", ["gpus", "models"])
+def test_catalogues_show_every_name_unbroken_within_80_columns(cli: Cli, command: str) -> None:
+    known = kvplan.list_gpus() if command == "gpus" else kvplan.list_models()
+    text = cli(command).out
+    assert not [item.name for item in known if item.name not in text]
+    assert max(cell_len(line) for line in text.splitlines()) <= 80

@@ -1,0 +1,234 @@
+"""Who may import whom, read from the source: docs/design.md says why."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import kvplan
+
+PACKAGE = Path(kvplan.__file__).resolve().parent
+SOURCES = {
+    ".".join(["kvplan", *path.relative_to(PACKAGE).with_suffix("").parts]).removesuffix(".__init__"): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+CORE = [name for name in SOURCES if name.startswith("kvplan.core.")]
+
+#: The two chains of the core, lowest first. A module imports from its own chain only what stands lower, and
+#: from the other chain nothing: they meet in whole numbers. The allocator never learns what a model is.
+MEMORY = {"gpu": 0, "model": 0, "architectures": 0, "attention": 1, "weights": 1, "sizing": 2}
+SCHEDULING = {
+    "request": 0,
+    "content": 1,
+    "extents": 2,
+    "pool": 3,
+    "grouped": 4,
+    "engine": 5,
+    "cohort": 6,
+    "engines": 7,
+    "cost": 6,
+    "metrics": 6,
+    "simulate": 7,
+}
+
+#: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.
+HOMES = {
+    "typer": ["kvplan.cli", "kvplan.cli."],
+    "click": [],
+    "rich": ["kvplan.report", "kvplan.cli.progress"],
+    "yaml": ["kvplan.safe_yaml"],
+    "matplotlib": ["kvplan.plots"],
+    "numpy": ["kvplan.kernels."],
+    "cupy": ["kvplan.kernels."],
+    "huggingface_hub": [],
+    "msgspec": [],
+}
+
+#: Of the standard library, what touches files, clocks, other processes or hidden state.
+_NAMES = (
+    "asyncio atexit builtins ctypes datetime gc getpass glob importlib inspect io locale logging "
+    "multiprocessing os pathlib pickle platform random resource secrets shutil signal socket subprocess sys "
+    "tempfile threading time urllib uuid warnings weakref"
+)
+IMPURE = frozenset(_NAMES.split())
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """The syntax tree of a module."""
+    return ast.parse(SOURCES[name].read_text(encoding="utf-8"))
+
+
+def imports(name: str) -> Iterator[str]:
+    """Every module that a module imports, wherever in it; ``from a import b`` counts as ``a`` and ``a.b``."""
+    for node in ast.walk(tree(name)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} has a relative import"
+            assert node.module is not None
+            yield node.module
+            for alias in node.names:
+                if f"{node.module}.{alias.name}" in SOURCES:
+                    yield f"{node.module}.{alias.name}"
+
+
+def own(name: str) -> set[str]:
+    """The modules of kvplan that a module imports, bare packages left out."""
+    return {one for one in imports(name) if one in SOURCES and SOURCES[one].name != "__init__.py"}
+
+
+def place(name: str) -> str:
+    """A core module's name in the chains: all engines share one."""
+    return name.removeprefix("kvplan.core.").partition(".")[0]
+
+
+def called(name: str) -> set[str]:
+    """Names of builtins that a module calls."""
+    return {
+        n.func.id for n in ast.walk(tree(name)) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
+    }
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_imports_only_the_standard_library_and_itself(name: str) -> None:
+    for module in imports(name):
+        top = module.partition(".")[0]
+        if top == "kvplan":
+            assert module == "kvplan.errors" or module.startswith("kvplan.core"), module
+        else:
+            assert top in sys.stdlib_module_names, module
+            assert top not in IMPURE, module
+
+
+@pytest.mark.parametrize("name", CORE)
+def test_the_core_neither_reads_nor_prints(name: str) -> None:
+    assert not called(name) & {
+        "open",
+        "print",
+        "input",
+        "exec",
+        "eval",
+        "compile",
+        "__import__",
+        "breakpoint",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in CORE if SOURCES[name].name != "__init__.py"])
+def test_a_core_module_imports_only_what_stands_lower_in_its_chain(name: str) -> None:
+    chains = [chain for chain in (MEMORY, SCHEDULING) if place(name) in chain]
+    assert chains, f"say in this test to which chain {name} belongs"
+    (chain,) = chains
+    for module in own(name) - {"kvplan.errors"}:
+        assert place(module) in chain, f"{module} belongs to the other chain"
+        assert chain[place(module)] < chain[place(name)], f"{module} does not stand below {name}"
+
+
+def test_the_chains_have_no_module_in_common() -> None:
+    assert not MEMORY.keys() & SCHEDULING.keys()
+
+
+def test_the_plain_engine_knows_only_requests_contents_and_the_engines_face() -> None:
+    assert own("kvplan.core.engines.vllm_plain") == {
+        "kvplan.core.content",
+        "kvplan.core.engine",
+        "kvplan.core.request",
+    }
+
+
+@pytest.mark.parametrize("library", HOMES)
+def test_a_library_is_imported_in_its_home_only(library: str) -> None:
+    homes = HOMES[library]
+    users = [name for name in SOURCES if any(one.partition(".")[0] == library for one in imports(name))]
+    strangers = [
+        name
+        for name in users
+        if name not in homes and not any(home.endswith(".") and name.startswith(home) for home in homes)
+    ]
+    assert strangers == []
+
+
+def test_no_other_library_is_imported() -> None:
+    known = {*HOMES, "kvplan", *sys.stdlib_module_names}
+    found = {one.partition(".")[0] for name in SOURCES for one in imports(name)}
+    assert found <= known
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_only_the_command_line_knows_the_command_line(name: str) -> None:
+    if name.startswith("kvplan.cli") or name == "kvplan.__main__":
+        return
+    assert not [one for one in imports(name) if one.startswith("kvplan.cli")]
+
+
+#: Modules and what they may import of kvplan outside the core, with all that lies in a named package.
+OUTER = {
+    "kvplan.errors": [],
+    "kvplan.text": [],
+    "kvplan.units": ["kvplan.errors"],
+    "kvplan.safe_yaml": ["kvplan.errors"],
+    "kvplan.safetensors": ["kvplan.errors"],
+    "kvplan.catalogue": ["kvplan.errors", "kvplan.safe_yaml"],
+    "kvplan.hf_config": ["kvplan.errors", "kvplan.safetensors"],
+    "kvplan.config": [
+        "kvplan.catalogue",
+        "kvplan.errors",
+        "kvplan.hf_config",
+        "kvplan.safe_yaml",
+        "kvplan.safetensors",
+    ],
+    "kvplan.trace": ["kvplan.errors"],
+    "kvplan.workloads": ["kvplan.trace"],
+    "kvplan.options": ["kvplan.errors", "kvplan.units"],
+    "kvplan.vllm_command": ["kvplan.errors", "kvplan.options", "kvplan.units"],
+    "kvplan.output": ["kvplan.errors", "kvplan.plots"],
+    "kvplan.plots": ["kvplan.errors"],
+    "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
+    "kvplan.report": [
+        "kvplan.jobs.check",
+        "kvplan.jobs.simulate",
+        "kvplan.jobs.size",
+        "kvplan.options",
+        "kvplan.text",
+        "kvplan.units",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", OUTER)
+def test_a_module_outside_the_core_imports_what_it_is_allowed(name: str) -> None:
+    assert {one for one in own(name) if not one.startswith("kvplan.core.")} <= set(OUTER[name])
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("kvplan.jobs.")])
+def test_a_job_neither_renders_nor_writes(name: str) -> None:
+    forbidden = {"kvplan.report", "kvplan.output", "kvplan.junit", "kvplan.plots"}
+    assert not own(name) & forbidden
+    assert not called(name) & {"open", "print"}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_nothing_prints_but_through_the_command_line_or_the_report(name: str) -> None:
+    assert "print" not in called(name)
+    text = SOURCES[name].read_text(encoding="utf-8")
+    if not name.startswith("kvplan.cli"):
+        assert "sys.stdout" not in text
+        assert "sys.stderr" not in text
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_no_module_changes_or_reads_random_state_of_the_process(name: str) -> None:
+    assert "random" not in {
+        alias.name for node in ast.walk(tree(name)) if isinstance(node, ast.Import) for alias in node.names
+    }, "take random.Random(seed) by name"
+
+
+def test_no_module_is_named_for_nothing() -> None:
+    stems = {path.stem for path in SOURCES.values()}
+    assert not stems & {"utils", "util", "common", "helpers", "misc", "base"}

@@ -1,0 +1,95 @@
+"""The roofline in whole picoseconds, by hand."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.core.cost import Roofline, constant
+from kvplan.core.engine import StepWork
+
+#: 1 weight read = 1000, a token of context 10, a token 100, a pair 1, fixed 7.
+TOY = Roofline(weights_ps=1000, kv_token_ps=10, token_ps=100, attention_ps=1, overhead_ps=7)
+
+counts = st.integers(0, 10**6)
+works = st.builds(
+    lambda contexts, chunks: StepWork(len(contexts), sum(contexts), chunks),
+    st.lists(st.integers(1, 10**5), max_size=5),
+    st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 10**4)), max_size=4),
+)
+rooflines = st.builds(Roofline, counts, counts, counts, counts, counts)
+
+
+def test_coefficients_are_rounded_down_to_whole_picoseconds_once() -> None:
+    found = Roofline.from_rates(
+        weight_bytes=16 * 10**9,
+        kv_bytes_per_token=131072,
+        flops_per_token=16 * 10**9,
+        attention_flops=524288,
+        num_layers=32,
+        bandwidth_bytes_per_s=3350 * 10**9,
+        flops_per_s=989 * 10**12,
+    )
+    # 80 % of 3350 GB/s = 2680 GB/s: 16e9 B / 2680e9 B/s = 5.970149253731 ms; 131072 B: 48907.46 ps.
+    # 65 % of 989 TFLOP/s = 642.85 TFLOP/s: 16e9 / 642.85e12 s = 24.889 us; 524288 / 642.85e12 s = 815.57 ps.
+    # 32 layers x 20 us = 640 us.
+    assert found == Roofline(
+        weights_ps=5_970_149_253,
+        kv_token_ps=48_907,
+        token_ps=24_889_165,
+        attention_ps=815,
+        overhead_ps=640_000_000,
+    )
+
+
+def test_a_decode_step_is_bound_by_memory() -> None:
+    # Two sequences that attend to 30 and 50 tokens: 1000 + 10 x 80 = 1800 > 100 x 2 + 1 x 80 = 280; + 7.
+    assert TOY.step_ps(StepWork(decodes=2, decode_context=80)) == 1807
+
+
+def test_a_long_chunk_is_bound_by_compute() -> None:
+    # 40 tokens after 60: reads 100, pairs 40 x 60 + 40 x 41 / 2 = 3220.
+    # Memory 1000 + 10 x 100 = 2000 < compute 100 x 40 + 3220 = 7220; + 7.
+    assert TOY.step_ps(StepWork(chunks=[(60, 40)])) == 7227
+
+
+def test_decodes_and_chunks_add_up_before_the_maximum_is_taken() -> None:
+    # Read 80 + 3 = 83: 1830. Tokens 2 + 3 = 5, pairs 80 + 0 + 6 = 86: 586. The larger + 7.
+    assert TOY.step_ps(StepWork(decodes=2, decode_context=80, chunks=[(0, 3)])) == 1837
+
+
+def test_a_step_that_computes_nothing_costs_the_overhead_alone() -> None:
+    assert TOY.step_ps(StepWork()) == 7
+
+
+def test_a_constant_price_is_the_same_for_every_step() -> None:
+    price = constant(42)
+    assert price(StepWork()) == price(StepWork(decodes=9, decode_context=99)) == 42
+
+
+@given(rooflines, works)
+def test_times_are_whole_numbers_and_never_below_the_overhead(roofline: Roofline, work: StepWork) -> None:
+    found = roofline.step_ps(work)
+    assert type(found) is int
+    assert found >= roofline.overhead_ps
+
+
+@given(rooflines, works, st.tuples(st.integers(0, 10**4), st.integers(1, 10**3)), st.integers(1, 10**5))
+def test_more_work_never_takes_less_time(
+    roofline: Roofline, work: StepWork, chunk: tuple[int, int], context: int
+) -> None:
+    now = roofline.step_ps(work)
+    one_more = StepWork(work.decodes + 1, work.decode_context + context, work.chunks)
+    assert roofline.step_ps(one_more) >= now
+    assert roofline.step_ps(StepWork(work.decodes, work.decode_context, [*work.chunks, chunk])) >= now
+
+
+@given(rooflines, st.integers(0, 10**4), st.integers(2, 10**3), st.data())
+def test_a_chunk_cut_in_two_steps_never_takes_less_time(
+    roofline: Roofline, before: int, count: int, data: st.DataObject
+) -> None:
+    """The weights are read twice, the earlier tokens again; the pairs are the same."""
+    first = data.draw(st.integers(1, count - 1))
+    whole = roofline.step_ps(StepWork(chunks=[(before, count)]))
+    parts = [(before, first), (before + first, count - first)]
+    assert sum(roofline.step_ps(StepWork(chunks=[part])) for part in parts) >= whole
