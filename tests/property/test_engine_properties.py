@@ -13,7 +13,9 @@ from hypothesis import event, given
 from hypothesis import strategies as st
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import SchedulerConfig, Sequence, StepWork, Turn
+from kvplan.core.engine import SchedulerConfig, StepWork
+from kvplan.core.engine import Turn as AnyTurn
+from kvplan.core.engines.vllm_plain import PlainSequence as Sequence
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Distribution, Metrics, Slo
 from kvplan.core.request import Request, Segment
@@ -25,6 +27,7 @@ SECONDS_PER_TICK = Fraction(1, 8)
 STEP_LIMIT = 2000
 
 Token = tuple[str, int]
+Turn = AnyTurn[Sequence]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.core.cost import Roofline, constant
+from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import StepWork
 
 #: 1 weight read = 1000, a token of context 10, a token 100, a pair 1, fixed 7.
@@ -93,3 +93,43 @@ def test_a_chunk_cut_in_two_steps_never_takes_less_time(
     whole = roofline.step_ps(StepWork(chunks=[(before, count)]))
     parts = [(before, first), (before + first, count - first)]
     assert sum(roofline.step_ps(StepWork(chunks=[part])) for part in parts) >= whole
+
+
+# Steps in which the same sequences decode, priced at once
+
+
+@given(rooflines, st.lists(st.integers(1, 10**5), min_size=1, max_size=5))
+def test_a_run_of_decode_steps_is_priced_as_its_steps_one_by_one(
+    roofline: Roofline, contexts: list[int]
+) -> None:
+    sequences, context = len(contexts), sum(contexts)
+    first, growth, valid = roofline.decode(sequences, context)
+    assert valid >= 1
+    for step in {0, 1, 2, valid // 2, valid - 1}:
+        if step < valid:
+            # Each step adds a token to every context.
+            work = StepWork(sequences, context + step * sequences)
+            assert first + growth * step == roofline.step_ps(work)
+
+
+def test_a_run_of_decode_steps_ends_where_the_other_side_takes_over() -> None:
+    # Memory 1000 + 1 x n, compute 0 + 3 x n for one sequence that attends to n tokens. At n = 100 memory leads by
+    # 1100 - 300 = 800 and compute gains 2 a step: equal after 400 steps, so 401 steps are on memory's side.
+    roofline = Roofline(weights_ps=1000, kv_token_ps=1, token_ps=0, attention_ps=3, overhead_ps=7)
+    assert roofline.decode(1, 100) == (1107, 1, 401)
+    assert roofline.step_ps(StepWork(1, 500)) == 1507
+    assert roofline.step_ps(StepWork(1, 501)) == 1510
+
+
+def test_a_run_of_decode_steps_bound_by_compute_may_turn_to_memory() -> None:
+    # Memory 0 + 3 x n, compute 1000 + 1 x n: compute leads by 1100 - 300 = 800 and loses 2 a step.
+    roofline = Roofline(weights_ps=0, kv_token_ps=3, token_ps=1000, attention_ps=1, overhead_ps=7)
+    assert roofline.decode(1, 100) == (1107, 1, 401)
+    # Where the side that leads grows faster, it leads for ever.
+    assert roofline.decode(1, 600)[2] > 10**15
+
+
+def test_a_constant_price_of_decode_steps_does_not_grow() -> None:
+    first, growth, valid = constant_decode(42)(9, 99)
+    assert (first, growth) == (42, 0)
+    assert valid > 10**15

@@ -9,10 +9,13 @@ from fractions import Fraction
 import pytest
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import Sequence, StepWork, Turn
+from kvplan.core.engine import Sequence, StepWork
+from kvplan.core.engine import Turn as AnyTurn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 from kvplan.core.simulate import Outcome, StepRecord, run
+
+Turn = AnyTurn[Sequence]
 
 
 @dataclass

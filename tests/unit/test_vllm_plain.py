@@ -5,17 +5,21 @@ Block size is 2 unless said: a request with a prompt of n tokens has its blocks'
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import count
 
 import pytest
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import SchedulerConfig, Sequence, Turn
-from kvplan.core.engines.vllm_plain import VllmPlain
+from kvplan.core.engine import SchedulerConfig, Sequence
+from kvplan.core.engine import Turn as AnyTurn
+from kvplan.core.engines.vllm_plain import PlainSequence, VllmPlain
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import Outcome, StepRecord, run
 from kvplan.errors import DoesNotFit, InputError
+
+Turn = AnyTurn[PlainSequence]
 
 
 def config(**changes: object) -> SchedulerConfig:
@@ -57,7 +61,7 @@ def scheduled(turn: Turn) -> list[tuple[str, int]]:
     return [(s.id, tokens) for s, tokens in turn.scheduled]
 
 
-def ids(sequences: list[Sequence]) -> list[str]:
+def ids(sequences: Iterable[Sequence]) -> list[str]:
     return [s.id for s in sequences]
 
 
@@ -256,7 +260,7 @@ def test_the_last_that_came_is_preempted_and_nobody_is_admitted_in_that_step() -
     turn = made.turn()
     assert (scheduled(turn), ids(turn.preempted), ids(turn.admitted)) == ([("a", 1)], ["b"], [])
     assert (turn.free_blocks, turn.running, turn.waiting) == (1, 1, 2)
-    assert ids(list(made.waiting)) == ["b", "c"]  # at the front
+    assert ids(made.waiting) == ["b", "c"]  # at the front
 
 
 def test_several_victims_come_back_in_the_order_in_which_they_ran() -> None:
@@ -273,7 +277,7 @@ def test_several_victims_come_back_in_the_order_in_which_they_ran() -> None:
     made.config = config(**settings)
     turn = made.turn()
     assert (scheduled(turn), ids(turn.preempted)) == ([("a", 4)], ["d", "c", "b"])
-    assert ids(list(made.waiting)) == ["b", "c", "d"]
+    assert ids(made.waiting) == ["b", "c", "d"]
     assert (turn.running, turn.free_blocks) == (1, 1)
 
 
@@ -311,7 +315,7 @@ def test_by_priority_the_least_urgent_is_preempted_wherever_it_stands() -> None:
     # token goes back. Nobody is admitted, though there is room.
     assert (scheduled(third), ids(third.preempted)) == ([("high", 1)], ["low"])
     assert (third.scheduled_tokens, third.running, third.waiting) == (1, 1, 2)
-    assert ids(list(made.waiting)) == ["late", "low"]
+    assert ids(made.waiting) == ["late", "low"]
 
 
 def test_a_victim_that_was_scheduled_gives_its_tokens_back() -> None:
@@ -632,6 +636,22 @@ def test_one_that_starts_over_while_another_never_gets_its_turn_is_stuck_too() -
         num_gpu_blocks=3,
         max_num_batched_tokens=2,
         max_num_seqs=2,
+        scheduler_reserve_full_isl=False,
+        enable_prefix_caching=False,
+    )
+    assert outcome.status == "stuck"
+    assert metrics.request_counts().unfinished == 2
+
+
+def test_one_that_starts_over_and_throws_another_out_each_time_is_stuck_too() -> None:
+    """4 usable blocks. Both grow by a block a step; in step 2 the second goes, in step 4 the first gives up."""
+    outcome, metrics = outcome_of(
+        ask("a", 9),
+        ask("b", 6, 1),
+        num_gpu_blocks=5,
+        max_num_batched_tokens=8,
+        max_num_seqs=2,
+        long_prefill_token_threshold=2,
         scheduler_reserve_full_isl=False,
         enable_prefix_caching=False,
     )
