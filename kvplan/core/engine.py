@@ -14,7 +14,8 @@ from kvplan.errors import DoesNotFit, InputError
 
 Policy = Literal["fcfs", "priority"]
 
-#: A sequence that outgrew the pool so often, while no other got a turn, finds the same state again and again.
+#: So often sequences may outgrow the pool, alone, without a token sampled in between: those who outgrow it never
+#: sample again, and what all others can still sample is bounded, so a run ends.
 RESTARTS_TO_GIVE_UP = 4
 
 

@@ -515,7 +515,10 @@ class Metrics:
             return None
         if self.seconds_per_tick is None:
             return Goodput(None, None, slo)
-        arrived = [r for r in self.records.values() if r.measured]
+        end = self.window_end
+        arrived = [
+            r for r in self.records.values() if r.measured and (end is None or r.request.arrival <= end)
+        ]
         good = sum(1 for r in arrived if self._meets(r, slo))
         return Goodput(self._rate(good), good / len(arrived) if arrived else None, slo)
 

@@ -443,8 +443,10 @@ def test_skipped_lines_do_not_count_for_the_limit(write: Write) -> None:
 
 
 def test_a_limit_holds_for_scenarios_too(write: Write) -> None:
-    rows = [SCENARIO_ROW | {"id": name} for name in "abc"]
-    assert [r.id for r in read_trace(write(scenario(rows)), limit=2).requests] == ["a", "b"]
+    rows = [
+        SCENARIO_ROW | {"id": name, "arrival_step": step} for name, step in (("a", 9), ("b", 3), ("c", 0))
+    ]
+    assert [r.id for r in read_trace(write(scenario(rows)), limit=2).requests] == ["b", "a"]
 
 
 @pytest.mark.parametrize(

@@ -368,12 +368,8 @@ class Vllm:
         block_size, cohort = self.config.block_size, self.cohort
         turn.decoders = turn.work.decodes = decoders
         turn.scheduled_tokens = decoders
-        if decoders:
-            self._restarts = 0
         for member, tokens in scheduled.items():
             before = member.computed
-            if member not in self._outgrown:
-                self._restarts = 0
             member.computed = after = before + tokens
             turn.scheduled_tokens += tokens
             if before >= member.request.input_tokens and tokens == 1:
@@ -399,12 +395,15 @@ class Vllm:
 
     def _settle(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
         """Sampled tokens; who goes on decodes, who stops is freed, in order of admission."""
+        if turn.decoders:
+            self._restarts = 0
         done = self.cohort.finished()
         for member in scheduled:
             if member.computed < member.num_tokens:
                 continue
             member.num_tokens += 1
             turn.sampled.append(member)
+            self._restarts = 0
             del self.prefilling[member]
             if member.num_tokens >= member.max_tokens:
                 done.append(member)

@@ -154,7 +154,7 @@ class VllmPlain:
         self.waiting: deque[PlainSequence] = deque()
         self._num_added = 0
         self._outgrown: set[PlainSequence] = set()
-        #: How often a sequence outgrew the pool, alone, since another one was scheduled.
+        #: How often a sequence outgrew the pool, alone, since anybody sampled a token.
         self._restarts = 0
 
     @property
@@ -244,6 +244,8 @@ class VllmPlain:
                 turn.finished.append(sequence)
             elif caching and sequence.num_tokens % self.config.block_size == 0:
                 sequence.block_hashes.append(next(sequence.later_hashes))
+        if turn.sampled:
+            self._restarts = 0
         if turn.finished:
             done = set(turn.finished)
             self.running = [s for s in self.running if s not in done]
@@ -416,8 +418,6 @@ class VllmPlain:
         work = turn.work
         for sequence, tokens in turn.scheduled:
             before = sequence.computed
-            if sequence not in self._outgrown:
-                self._restarts = 0
             sequence.computed = after = before + tokens
             turn.scheduled_tokens += tokens
             if before >= sequence.request.input_tokens and tokens == 1:
