@@ -4,35 +4,71 @@ Which block a sequence takes cannot be observed, only when content is lost. So b
 number, and cached content is kept in *extents*: physical copies of neighbouring blocks with the same users.
 
 Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2) an extent's ``users`` counts the tables
-that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap, the
-earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and only if it has
-parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted first.
+that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap
+(``copies``), the earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and
+only if it has parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted
+first.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from itertools import islice
 
 from kvplan.core.content import Run
 from kvplan.core.request import Segment
 
 
 class Node:
-    """Content of a run behind a given prefix, as far as it is present; ``parts`` are its extents."""
+    """Content of a run behind a given prefix, as far as it is present; ``parts`` are its extents.
 
-    __slots__ = ("key", "overlap", "parts")
+    ``high`` is the end of what is present, ``copies`` how many blocks are there beyond one of each.
+    """
+
+    __slots__ = ("copies", "high", "key", "parts")
 
     def __init__(self, key: NodeKey) -> None:
         self.key = key
         self.parts: list[Extent] = []
-        self.overlap = False
+        self.high = key[1]
+        self.copies = 0
 
-    @property
-    def top(self) -> int:
-        """The end of what is present."""
-        if self.overlap:
-            return max(part.high for part in self.parts)
-        return self.parts[-1].high
+    def place(self, extent: Extent) -> int:
+        """Where an extent stands in ``parts``. O(log parts) without copies."""
+        if self.copies:
+            return self.parts.index(extent)
+        return bisect_left(self.parts, extent.low, key=_low)
+
+    def join(self, lower: Extent, upper: Extent) -> bool:
+        """Make ``lower`` hold the blocks of ``upper`` too, unless that would change which copy of a block is first."""
+        here, there = self.place(lower), self.place(upper)
+        if self.copies:
+            moved = upper if here < there else lower
+            between = self.parts[min(here, there) + 1 : max(here, there)]
+            if any(part.low < moved.high and part.high > moved.low for part in between):
+                return False
+        self.parts[min(here, there)] = lower
+        del self.parts[max(here, there)]
+        lower.high = upper.high
+        return True
+
+    def gain(self, low: int, high: int) -> None:
+        """Note that blocks ``low .. high-1`` were entered."""
+        self.copies += max(0, min(self.high, high) - low)
+        self.high = max(self.high, high)
+
+    def lose(self, end: int, count: int) -> None:
+        """Note that ``count`` blocks below ``end``, already taken off the parts, lost their content."""
+        if not self.copies:
+            self.high = end - count
+            return
+        if end == self.high and not any(part.high == end for part in self.parts):
+            self.high = max(part.high for part in self.parts)
+            count -= end - self.high
+        self.copies -= count
+        if not self.copies:
+            self.parts.sort(key=_low)
 
 
 NodeKey = tuple[Node | None, int, tuple[Segment, ...]]
@@ -100,19 +136,19 @@ class ExtentPool:
         left = evict
         while left:
             oldest = self._ends.after
-            size = oldest.high - oldest.low
+            node, end, size = oldest.node, oldest.high, oldest.high - oldest.low
+            assert node is not None, "only the list's end has no node"
             if size > left:
                 oldest.high -= left
+                node.lose(end, left)
                 break
             left -= size
             self._unlink(oldest)
-            node = oldest.node
-            assert node is not None
-            node.parts.remove(oldest)
-            if len(node.parts) < 2:
-                node.overlap = False
-                if not node.parts:
-                    del self.index[node.key]
+            del node.parts[node.place(oldest)]
+            if node.parts:
+                node.lose(end, size)
+            else:
+                del self.index[node.key]
         return evict
 
     def find(self, runs: list[Run], limit: int, before: Callable[[Run], None]) -> Hit:
@@ -126,7 +162,7 @@ class ExtentPool:
             node = self.index.get((parent, run.first, run.key))
             if node is None:
                 break
-            high = min(run.end, node.top, limit)
+            high = min(run.end, node.high, limit)
             hit.append((node, run.first, high))
             if high < run.end:
                 break
@@ -219,9 +255,9 @@ class ExtentPool:
             if end == low and last.users == 1 and last.node is node and node.parts[-1] is last:
                 last.high = high
                 holding.table[-1] = (entry, high)
+                node.gain(low, high)
                 return
-        if node.parts and node.top > low:
-            node.overlap = True
+        node.gain(low, high)
         extent = Extent(node, low, high, 1)
         node.parts.append(extent)
         holding.table.append((extent, high))
@@ -230,9 +266,10 @@ class ExtentPool:
         """Cut an extent in two; returns the upper part."""
         node = extent.node
         assert node is not None
+        place = node.place(extent)
         upper = Extent(node, at, extent.high, extent.users)
         extent.high = at
-        node.parts.insert(node.parts.index(extent) + 1, upper)
+        node.parts.insert(place + 1, upper)
         if extent.users:
             upper.rest = extent.rest
             extent.rest = upper
@@ -246,10 +283,8 @@ class ExtentPool:
         extent.rest = None
         node, last = extent.node, self._ends.before
         assert node is not None
-        if last.node is node and last.low == extent.high and not node.overlap:
+        if last.node is node and last.low == extent.high and node.join(extent, last):
             self._unlink(last)
-            node.parts.remove(last)
-            extent.high = last.high
         self._link(extent, after=self._ends.before)
 
     def _link(self, extent: Extent, *, after: Extent) -> None:
@@ -260,16 +295,20 @@ class ExtentPool:
     def _unlink(self, extent: Extent) -> None:
         extent.before.after = extent.after
         extent.after.before = extent.before
+        extent.before = extent.after = extent  # or it would keep its old neighbours alive
+        extent.rest = None  # of an idle extent it leads nowhere
 
 
 def _covering(node: Node, low: int, high: int) -> list[tuple[Extent, int, int]]:
     """The parts that hold positions ``low .. high-1``, each with its share; of copies the earlier entered."""
-    if not node.overlap:
-        return [
-            (part, max(low, part.low), min(high, part.high))
-            for part in node.parts
-            if part.low < high and part.high > low
-        ]
+    if not node.copies:
+        shares = []
+        start = bisect_right(node.parts, low, key=_low) - 1
+        for part in islice(node.parts, start, None):
+            if part.low >= high:
+                break
+            shares.append((part, max(low, part.low), min(high, part.high)))
+        return shares
     found: list[tuple[Extent, int, int]] = []
     open_ranges = [(low, high)]
     for part in node.parts:
@@ -285,3 +324,7 @@ def _covering(node: Node, low: int, high: int) -> list[tuple[Extent, int, int]]:
         if not open_ranges:
             break
     return sorted(found, key=lambda share: share[1])
+
+
+def _low(extent: Extent) -> int:
+    return extent.low

@@ -177,7 +177,7 @@ def compare_pools(plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> Non
         return
     block_size = plain.config.block_size
     if publish_at_once:
-        fast.publish_decoded()
+        publish_decoded(fast)
     queue = [plain.pool.hashes[block] for block in plain.pool.free_queue()]
     assert sum(content is None for content in queue) == fast.pool.blank
     ours = [
@@ -195,6 +195,15 @@ def compare_pools(plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> Non
         index = {h: [plain.pool.references[b] for b in blocks] for h, blocks in plain.pool.index.items()}
         assert copies == index
         assert plain.pool.shared == fast.pool.shared
+
+
+def publish_decoded(fast: Vllm) -> None:
+    """Enter all that decoders have filled, which is otherwise done when it can be seen."""
+    for member in fast.running:
+        if member.decoding:
+            holding = fast._holdings[member]
+            filled = (member.base + fast.cohort.step) // fast.config.block_size
+            fast.pool.publish(holding, filled, lambda _run: None)
 
 
 def hash_at(node: Node | None, position: int, block_size: int) -> bytes:

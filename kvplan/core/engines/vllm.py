@@ -44,7 +44,6 @@ class Vllm:
         # decoders by their output stream, and how far into this step the looker stands.
         self._growing: dict[str, Member] = {}
         self._seen_serial = 0
-        self._starved: set[Member] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -233,7 +232,6 @@ class Vllm:
         turn.work.decode_context = sum(m.base + cohort.step + 1 for m in decoders)
         for member in [m for m in self.running if m.decoding and m not in decoders]:
             turn.starved.append(member)
-            self._starved.add(member)
             cohort.pause(member)
         return len(decoders), budget
 
@@ -349,17 +347,10 @@ class Vllm:
         grower = self._growing.get(run.stream)
         if grower is None:
             return
-        tokens = grower.base + self.cohort.step
-        if grower.serial < self._seen_serial and grower not in self._starved:
-            tokens += 1
+        # Nobody looks in a step after a turn was missed, so each grower before the looker took its.
+        tokens = grower.base + self.cohort.step + (grower.serial < self._seen_serial)
         self.pool.publish(self._holdings[grower], tokens // self.config.block_size, _ignore)
         self._head_is_blocked = False
-
-    def publish_decoded(self) -> None:
-        """Enter all that decoders have filled, which is otherwise done when it can be seen. Changes nothing else."""
-        for member in self._growing.values():
-            tokens = member.base + self.cohort.step
-            self.pool.publish(self._holdings[member], tokens // self.config.block_size, _ignore)
 
     # After scheduling
 
@@ -382,7 +373,6 @@ class Vllm:
             member.high_water = max(member.high_water, after)
         turn.scheduled = list(scheduled.items())
         cohort.advance(1)
-        self._starved.clear()
         turn.empty_slots = cohort.empty
         turn.reserved_slots = cohort.empty - cohort.waste
         for member in self.prefilling:
