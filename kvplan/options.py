@@ -132,10 +132,11 @@ _KIND_NAMES = {
 
 
 class Setting(NamedTuple):
-    """A resolved value and where it came from."""
+    """A resolved value, where it came from, and whether somebody gave it or it was assumed."""
 
     value: object
     source: str
+    given: bool
 
 
 Settings = dict[str, Setting]
@@ -260,14 +261,24 @@ class Resolver:
         """The given value of an option, else ``default``, which comes from ``source``."""
         value = getattr(self.options, name)
         if value is None:
-            self.settings[name] = Setting(default, source)
+            self.settings[name] = Setting(default, source, given=False)
             return default
-        self.settings[name] = Setting(value, self._origins.get(name, flag(name)))
+        self.settings[name] = Setting(value, self._origins.get(name, flag(name)), given=True)
         return value  # type: ignore[no-any-return]  # of the field's own type
 
-    def note(self, name: str, value: object, source: str) -> None:
+    def note(self, name: str, value: object, source: str, *, given: bool = False) -> None:
         """Record a setting that is not chosen but follows from others."""
-        self.settings[name] = Setting(value, source)
+        self.settings[name] = Setting(value, source, given)
+
+    def spell_out(self, name: str, value: object, why: str) -> None:
+        """Record what a chosen word such as ``auto`` stands for."""
+        chosen = self.settings[name]
+        self.settings[name] = Setting(value, f"{why} ({chosen.source})", chosen.given)
+
+    def note_engine(self) -> None:
+        """Record whose rules are followed: the ones asked for, or the newest held."""
+        self.choose("engine", ENGINE, "default: the newest rules held")
+        self.settings["engine"] = self.settings["engine"]._replace(value=f"{ENGINE}@{ENGINE_VERSION}")
 
 
 class Serving(NamedTuple):
@@ -291,22 +302,24 @@ def resolve_serving(
     """
     options = resolver.options
     warnings: list[str] = []
-    resolver.note(
-        "engine",
-        f"{ENGINE}@{ENGINE_VERSION}",
-        "--engine" if options.engine else "default: the newest rules held",
-    )
-    batch, seqs = default_batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else "")
+    resolver.note_engine()
+    length = _max_model_len(spec, resolver, warnings)
     by_gpu = f"{DEFAULT} on {gpu.name}" if gpu else f"{DEFAULT} without a known GPU"
-    batch = resolver.choose("max_num_batched_tokens", batch, by_gpu)
-    seqs = resolver.choose("max_num_seqs", min(seqs, batch), by_gpu)
+    batch, seqs = choose_batch_limits(
+        resolver,
+        default_batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
+        length,
+        by_gpu,
+    )
     if batch < seqs:
         raise InputError(
             f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
             where="--max-num-batched-tokens",
             hint="raise it, or lower --max-num-seqs",
         )
-    tp = resolver.choose("tensor_parallel_size", gpu_count or 1, "--gpu" if gpu_count else DEFAULT)
+    tp = resolver.choose("tensor_parallel_size", gpu_count or 1, DEFAULT)
+    if gpu_count is not None and options.tensor_parallel_size is None:
+        resolver.note("tensor_parallel_size", tp, "--gpu", given=True)
     if gpu_count is not None and gpu_count != tp:
         raise InputError(
             f"{gpu_count} GPUs for tensor parallel size {tp}",
@@ -317,7 +330,7 @@ def resolve_serving(
     dtype = _dtype(spec, resolver)
     deployment = Deployment(
         seq=1,
-        max_model_len=_max_model_len(spec, resolver, warnings),
+        max_model_len=length,
         dtype=dtype,
         kv_cache_dtype=_kv_dtype(dtype, resolver),
         tensor_parallel_size=tp,
@@ -335,6 +348,22 @@ def resolve_serving(
         if getattr(deployment, name) is not None:
             resolver.choose(name, None, DEFAULT)
     return Serving(deployment, batch, tuple(warnings))
+
+
+def choose_batch_limits(
+    resolver: Resolver, defaults: tuple[int, int], max_model_len: int, source: str
+) -> tuple[int, int]:
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
+
+    engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
+    take the longest prompt; no step needs more tokens than all sequences can have.
+    """
+    batch, seqs = defaults
+    if getattr(resolver.options, "enable_chunked_prefill", None) is False:
+        batch = max(batch, max_model_len)
+    batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
+    batch = resolver.choose("max_num_batched_tokens", batch, source)
+    return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
 
 
 def _max_model_len(spec: ModelSpec, resolver: Resolver, warnings: list[str]) -> int:
@@ -364,7 +393,7 @@ def _max_model_len(spec: ModelSpec, resolver: Resolver, warnings: list[str]) -> 
 def _dtype(spec: ModelSpec, resolver: Resolver) -> str:
     dtype = resolver.choose("dtype", "auto", DEFAULT)
     if dtype == "auto":
-        resolver.note("dtype", spec.dtype, f"the model's own ({resolver.settings['dtype'].source})")
+        resolver.spell_out("dtype", spec.dtype, "the model's own")
         return spec.dtype
     alias = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if alias not in DTYPE_BYTES:
@@ -377,7 +406,7 @@ def _dtype(spec: ModelSpec, resolver: Resolver) -> str:
 def _kv_dtype(dtype: str, resolver: Resolver) -> str:
     kv_dtype = resolver.choose("kv_cache_dtype", "auto", DEFAULT)
     if kv_dtype == "auto":
-        resolver.note("kv_cache_dtype", dtype, f"as dtype ({resolver.settings['kv_cache_dtype'].source})")
+        resolver.spell_out("kv_cache_dtype", dtype, "as dtype")
         return dtype
     if kv_dtype not in KV_DTYPE_BYTES:
         raise unknown_name(

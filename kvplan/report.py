@@ -205,8 +205,8 @@ def _assumptions(settings: Settings) -> str:
         "tensor_parallel_size",
         "gpu_memory_utilization",
     )
-    given = [f"{n} {literal(settings[n].value)}" for n in names if settings[n].source.startswith("--")]
-    assumed = [f"{n} {literal(settings[n].value)}" for n in names if not settings[n].source.startswith("--")]
+    given = [f"{n} {literal(settings[n].value)}" for n in names if settings[n].given]
+    assumed = [f"{n} {literal(settings[n].value)}" for n in names if not settings[n].given]
     return "; ".join([*given, f"assumed: {', '.join(assumed)}"] if assumed else given)
 
 
@@ -270,7 +270,7 @@ def _simulate_headline(result: SimulateResult) -> str:
 
 
 def _mark(settings: Settings, name: str) -> str:
-    return " (assumed)" if settings[name].source == "default" else ""
+    return "" if settings[name].given else " (assumed)"
 
 
 def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:

@@ -453,6 +453,10 @@ def _scenario_config(config: object) -> SchedulerConfig:
     for key in ("num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
         if not 0 < getattr(parsed, key) <= (_MAX_BLOCKS if key == "num_gpu_blocks" else _MAX_TOKENS):
             raise _BadLine(f"config.{key} is {getattr(parsed, key)}", "write a number above 0")
+    if parsed.num_gpu_blocks < 2:
+        raise _BadLine(
+            "config.num_gpu_blocks is 1", "write 2 or more: block 0 is the null block and never used"
+        )
     if not 0 <= parsed.watermark < 1:
         raise _BadLine(f"config.watermark is {parsed.watermark}", "write a share from 0 to below 1")
     if parsed.long_prefill_token_threshold < 0:

@@ -30,9 +30,7 @@ class VllmCommand(NamedTuple):
         origins = {} if origins is None else origins
         known = {item.name for item in fields(options)}
         for name, value in self.values.items():
-            if name in known and (
-                getattr(options, name) is None or origins.get(name) == "check file, defaults"
-            ):
+            if name in known and getattr(options, name) is None:
                 options.set_option(name, value)
                 origins[name] = "vllm command"
         return origins

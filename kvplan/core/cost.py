@@ -28,12 +28,14 @@ FLOPS_SHARE_PERCENT = 65
 class Roofline:
     """Step time = max(bytes / bandwidth, FLOPs / peak) + a fixed overhead, per rank.
 
-    Left out: communication between ranks, sampling, CPU time; experts count as all read in each step.
+    Left out: communication between ranks, sampling, CPU time. Experts count as all read in each step, and float32
+    is priced with the 16-bit rate.
     """
 
     weights_ps: int
     kv_token_ps: int
     token_ps: int
+    logits_ps: int
     attention_ps: int
     overhead_ps: int
 
@@ -44,6 +46,7 @@ class Roofline:
         weight_bytes: int,
         kv_bytes_per_token: int,
         flops_per_token: int,
+        flops_per_logits: int,
         attention_flops: int,
         num_layers: int,
         bandwidth_bytes_per_s: int,
@@ -51,8 +54,8 @@ class Roofline:
     ) -> Roofline:
         """Coefficients from what one rank reads and computes and what its GPU can do.
 
-        ``flops_per_token``: matrix products of one token; ``attention_flops``: of one token against one
-        token of its context.
+        ``flops_per_token``: matrix products of one token, without the vocabulary's; ``flops_per_logits``: that of a
+        sequence that samples; ``attention_flops``: of one token against one token of its context.
         """
         bandwidth = bandwidth_bytes_per_s * BANDWIDTH_SHARE_PERCENT
         flops = flops_per_s * FLOPS_SHARE_PERCENT
@@ -60,6 +63,7 @@ class Roofline:
             weights_ps=100 * weight_bytes * _PS // bandwidth,
             kv_token_ps=100 * kv_bytes_per_token * _PS // bandwidth,
             token_ps=100 * flops_per_token * _PS // flops,
+            logits_ps=100 * flops_per_logits * _PS // flops,
             attention_ps=100 * attention_flops * _PS // flops,
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
         )
@@ -71,7 +75,7 @@ class Roofline:
         maximum takes over. Each step adds a token to every context.
         """
         memory = self.weights_ps + self.kv_token_ps * context
-        compute = self.token_ps * sequences + self.attention_ps * context
+        compute = (self.token_ps + self.logits_ps) * sequences + self.attention_ps * context
         memory_growth, compute_growth = self.kv_token_ps * sequences, self.attention_ps * sequences
         if memory >= compute:
             first, growth, lead = memory, memory_growth, memory - compute
@@ -93,7 +97,7 @@ class Roofline:
         if not tokens:
             return self.overhead_ps
         memory = self.weights_ps + self.kv_token_ps * read
-        compute = self.token_ps * tokens + self.attention_ps * pairs
+        compute = self.token_ps * tokens + self.logits_ps * work.sampled + self.attention_ps * pairs
         return max(memory, compute) + self.overhead_ps
 
 

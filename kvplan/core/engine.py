@@ -125,13 +125,15 @@ class Sequence:
 class StepWork:
     """What one step computes, as far as its time depends on it.
 
-    ``decode_context`` is the sum over decoding sequences of the tokens each attends to (itself
-    included); ``chunks`` lists ``(tokens computed before, tokens computed now)`` for each prompt chunk.
+    ``sampled`` sequences need logits. ``decode_context`` is the sum over decoding sequences of the tokens each
+    attends to (itself included); ``chunks`` lists ``(tokens computed before, tokens computed now)`` of each prompt
+    chunk.
     """
 
     decodes: int = 0
     decode_context: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
+    sampled: int = 0
 
 
 S = TypeVar("S", bound=Sequence)

@@ -121,6 +121,11 @@ class Weights(NamedTuple):
         """Parameters that one token is multiplied with: routed experts counted as far as used."""
         return sum(g.active_elements for g in self.groups) if self.groups else self.parameters
 
+    @property
+    def head_parameters(self) -> int:
+        """Parameters that only a sampled token is multiplied with: the vocabulary's head, its own or tied."""
+        return sum(g.elements for g in self.groups if g.split == "vocab" and g.active_elements == g.elements)
+
     def total_bytes(self, dtype: str) -> int | None:
         """Bytes of all weights once, as they are held on the GPU; None if unknown.
 

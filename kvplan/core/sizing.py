@@ -229,9 +229,11 @@ def estimate_overhead(spec: ModelSpec, deployment: Deployment, max_num_batched_t
     """A rough estimate of what the engine measures when it starts, in bytes on each GPU.
 
     Read off start-up logs of vLLM 0.17 to 0.19 on H100 (llm-d-planner, accuracy/results): the peak is the
-    sampler's, about 14.4 bytes for each sequence and vocabulary entry, or that of the forward pass, plus two
-    copies of the hidden states; CUDA graphs take about 0.25 GiB and 18 MiB a layer; the runtime 0.25 GiB,
-    with several ranks 2.1 GiB. ``low`` and ``high`` are 0.6 and 1.5 times the sum.
+    sampler's, about 14.4 bytes for each sequence and vocabulary entry, or that of the forward pass, about nine
+    times the hidden states (a gated MLP's halves and their product, 2.7 to 3.5 times as wide), plus two copies
+    of them; CUDA graphs take about 0.25 GiB and 18 MiB a layer; the runtime 0.25 GiB, with several ranks 2.1 GiB.
+    ``low`` and ``high`` are 0.6 and 1.5 times the sum, wide enough for every one of those logs;
+    benchmarks/overhead_against_logs.py compares.
     """
     tokens = max_num_batched_tokens
     sampler = 144 * deployment.max_num_seqs * spec.vocab_size // 10
@@ -301,6 +303,7 @@ def plan_capacity(
         overhead_bytes=overhead,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,
+        # vLLM multiplies the float too (v1/core/kv_cache_utils.py), so this is its figure to the token.
         kv_cache_tokens=int(concurrency * deployment.max_model_len),
         max_concurrency=concurrency,
         concurrent_sequences=usable // per_sequence,
@@ -331,12 +334,12 @@ def _verdict(num_blocks: int, deployment: Deployment) -> _Verdict:
     usable = num_blocks - 1
     longest = blocks_for(deployment.max_model_len, deployment.block_size)
     needed = deployment.concurrency * blocks_for(deployment.seq, deployment.block_size)
-    if num_blocks <= 0:
-        return _Verdict(False, "weights and overhead leave no room for the KV cache")
+    if num_blocks <= 1:
+        return _Verdict(False, "there is no room for a block of KV beside the null block")
     if longest > usable:
         return _Verdict(
             False,
-            f"the engine would not start: a sequence of max_model_len {deployment.max_model_len:,} needs "
+            f"a sequence of max_model_len {deployment.max_model_len:,} needs "
             f"{longest:,} blocks, {usable:,} are usable",
         )
     if needed > usable:
@@ -353,7 +356,7 @@ def _verdict(num_blocks: int, deployment: Deployment) -> _Verdict:
 
 
 def default_batch_limits(memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)`` that vLLM 0.33 takes for a server on this GPU.
+    """``(max_num_batched_tokens, max_num_seqs)`` that vLLM 0.33 starts from for a server on this GPU.
 
     engine/arg_utils.py ``get_batch_defaults``: 160 GiB and more 16384 and 1024; 70 GiB and more, but not A100, 8192
     and 1024; else, and without a known GPU, 2048 and 256.

@@ -144,13 +144,13 @@ class CheckReport:
 def check(path: str) -> CheckReport:
     """Run every check of a file. Raises `InputError` with line and column where the file is wrong.
 
-    All checks are read and resolved before the first runs, so a wrong file costs no time.
+    The whole file is read and checked for what it alone can tell before the first check runs.
     """
     return CheckReport(path, tuple(planned.run() for planned in read_checks(path)))
 
 
 def read_checks(path: str) -> list[PlannedCheck]:
-    """The checks of a file, each ready to run."""
+    """The checks of a file, each ready to run; models and traces are looked up when it does."""
     root = read_yaml(Path(path))
     document = root.mapping("the check file")
     for key, node in document.items():
@@ -277,11 +277,20 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
             )
         if key not in known:
             raise _unknown_key(key, known, node)
-    options = kind(engine=engine, margin="high")
-    origins = {"engine": "check file", "margin": "check file"}
-    _fill(options, defaults, origins, "check file, defaults")
-    subject = _subject(given, options, origins, entry, path)
-    _fill(options, given, origins, "check file")
+    options = kind(engine=engine)
+    origins = {"engine": "check file"}
+    subject = _subject(given, defaults, options, origins, entry, path)
+    own = {key: node for key, node in given.items() if key not in _OWN_KEYS}
+    _fill(options, own, origins, "check file")
+    _fill(
+        options,
+        {k: n for k, n in defaults.items() if k not in origins and k not in _OWN_KEYS},
+        origins,
+        "check file, defaults",
+    )
+    if options.margin is None:
+        options.margin = "high"  # a check errs on the safe side
+        origins["margin"] = "default of a check"
     if "expect" not in given:
         raise InputError(
             f'check "{name}" expects nothing', where=str(entry.place), hint="write expect: {fits: true}"
@@ -300,6 +309,7 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
 
 def _subject(
     given: Mapping[str, Node],
+    defaults: Mapping[str, Node],
     options: SizeOptions | SimulateOptions,
     origins: dict[str, str],
     entry: Node,
@@ -328,8 +338,10 @@ def _subject(
                 hint="keep one of them",
             )
         model = _beside(path, str(given["model"].value()))
+    elif model is None and "model" in defaults:
+        model = _beside(path, str(defaults["model"].value()))
     if isinstance(options, SimulateOptions):
-        options.model = model if model is not None else options.model
+        options.model = model
         return _beside(path, str(given["trace"].value()))
     if model is None:
         raise InputError(
@@ -347,7 +359,7 @@ def _beside(check_file: Path, name: str) -> str:
 def _fill(options: ServingOptions, given: Mapping[str, Node], origins: dict[str, str], origin: str) -> None:
     known = _option_names(type(options))
     for key, node in given.items():
-        if key in known and key not in _OWN_KEYS:
+        if key in known:
             value = node.value()
             with _at(node.place):
                 options.set_option(key, value)
@@ -439,7 +451,7 @@ def _find(document: Mapping[str, object], expectation: _Expectation) -> object:
 
 
 def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -> InputError:
-    if expectation.path.startswith("capacity.") and "capacity" not in document:
+    if expectation.path.startswith("capacity.") and "capacity" not in document and "weights" in document:
         return InputError(
             f"{expectation.figure} needs a memory budget",
             where=str(expectation.place),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
@@ -38,6 +39,8 @@ from kvplan.options import (
     Settings,
     SimulateOptions,
     check_options,
+    choose_batch_limits,
+    flag,
     resolve_serving,
     settings_dict,
 )
@@ -51,6 +54,7 @@ DEFAULT_STEP_TIME = 0.02
 SCHEDULER_VERSION = "0.33.0"
 
 Observer = Callable[[StepRecord], None]
+EnginePath = Literal["fast", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +163,11 @@ class Simulation:
         return self._plan.config.usable_blocks
 
     def run(
-        self, observers: Sequence[Observer] = (), *, progress: Observer | None = None, path: str | None = None
+        self,
+        observers: Sequence[Observer] = (),
+        *,
+        progress: Observer | None = None,
+        path: EnginePath | None = None,
     ) -> SimulateResult:
         """Replay the trace. An interrupt ends it with what ran so far.
 
@@ -202,7 +210,7 @@ def _result(
     options: SimulateOptions,
     metrics: figures.Metrics,
     profile: Profile,
-    path: str,
+    path: EnginePath,
     status: str,
     reason: str | None,
 ) -> SimulateResult:
@@ -274,33 +282,34 @@ def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | N
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     sources = dict(origins or {})
     scenario = trace.scenario
+    names_machine = bool(options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes)
     if scenario is not None:
-        options = _fill_from_scenario(options, scenario, sources)
+        options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     warnings: list[str] = []
     machine: _Machine | None = None
-    names_machine = options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes
     if names_machine or options.num_gpu_blocks_override is None:
         machine = _machine(resolver, warnings)
         config = _scheduler_config(resolver, machine.pool, scenario)
     else:
+        _refuse_machine_options(options)
         config = _scheduler_config(resolver, _free_pool(resolver), scenario)
-    resolver.note("engine", f"{ENGINE}@{ENGINE_VERSION}", "--engine" if options.engine else "default")
+    resolver.note_engine()
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings)
 
 
 def _fill_from_scenario(
-    options: SimulateOptions, scenario: SchedulerConfig, sources: dict[str, str]
+    options: SimulateOptions, scenario: SchedulerConfig, sources: dict[str, str], *, own_pool: bool
 ) -> SimulateOptions:
-    """The options with what the scenario says for each that was not given."""
+    """The options with what the scenario says for each that was not given; ``own_pool`` keeps its pool out."""
     options = replace(options)
     known = {item.name for item in fields(options)}
     for item in fields(scenario):
         name = _FLAG_OF_SETTING.get(item.name, item.name)
-        if name == "num_gpu_blocks_override" and (options.model or options.gpu):
-            continue  # the named machine has a pool of its own
+        if name == "num_gpu_blocks_override" and own_pool:
+            continue
         if name in known and getattr(options, name) is None:
             options.set_option(name, getattr(scenario, item.name))
             sources[name] = "trace"
@@ -309,6 +318,28 @@ def _fill_from_scenario(
 
 #: Settings of the scheduler whose flag has another name.
 _FLAG_OF_SETTING = {"policy": "scheduling_policy", "num_gpu_blocks": "num_gpu_blocks_override"}
+
+
+#: Options that only a model or a GPU gives a meaning.
+_MACHINE_OPTIONS = (
+    "dtype",
+    "kv_cache_dtype",
+    "tensor_parallel_size",
+    "gpu_memory_utilization",
+    "enforce_eager",
+    "set",
+    "models",
+)
+
+
+def _refuse_machine_options(options: SimulateOptions) -> None:
+    for name in _MACHINE_OPTIONS:
+        if getattr(options, name):
+            raise InputError(
+                f"{flag(name)} has no effect on a run without a machine",
+                where=flag(name),
+                hint="leave it out, or name --model or --gpu",
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,14 +418,14 @@ def _free_pool(resolver: Resolver) -> _Pool:
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT)
-    batch, seqs = default_batch_limits(None, "")
-    batch = resolver.choose("max_num_batched_tokens", batch, "default without a machine")
-    seqs = resolver.choose("max_num_seqs", min(seqs, batch), "default without a machine")
     whole_pool = max(1, (count - 1) * block_size)
     length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
     if not isinstance(length, int):
         length = whole_pool
         resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
+    batch, seqs = choose_batch_limits(
+        resolver, default_batch_limits(None, ""), length, "default without a machine"
+    )
     return _Pool(count, block_size, batch, seqs, length)
 
 
@@ -475,7 +506,7 @@ def _clock(trace: Trace, resolver: Resolver, machine: _Machine | None) -> _Clock
 def _roofline(machine: _Machine) -> Roofline:
     gpu, spec = machine.gpu, machine.spec
     rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
-    deployment = machine.serving.deployment
+    deployment, layers = machine.serving.deployment, spec.full_attention
     tp = deployment.tensor_parallel_size
     active = spec.weights.active_parameters
     weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
@@ -489,8 +520,13 @@ def _roofline(machine: _Machine) -> Roofline:
     return Roofline.from_rates(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=machine.kv.per_gpu.bytes_per_token,
-        flops_per_token=2 * active // tp,
-        attention_flops=4 * spec.num_layers * spec.num_heads * spec.head_dim // tp,
+        # A multiplication and an addition for each weight, and for each element of a key and of a value.
+        flops_per_token=2 * (active - spec.weights.head_parameters) // tp,
+        flops_per_logits=2 * spec.weights.head_parameters // tp,
+        attention_flops=2
+        * spec.num_heads
+        * sum(a.layers * (a.head_dim + a.value_size) for a in layers)
+        // tp,
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
@@ -531,5 +567,6 @@ def _profile(wall: float, cpu: float, num_requests: int) -> Profile:
     except ImportError:
         pass
     else:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # bytes there, KiB elsewhere (getrusage(2))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return Profile(wall_s, time.process_time() - cpu, num_requests / wall_s if wall_s else None, peak)

@@ -83,7 +83,7 @@ def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | Non
     spec = load_model(model, catalogue=_path(options.models), overrides=options.set)
     gpu, gpu_count = find_gpu(options.gpu)
     resolver = Resolver(options, origins)
-    resolver.note("model", spec.name, "MODEL")
+    resolver.note("model", spec.name, "MODEL", given=True)
     if options.gpu is not None:
         resolver.choose("gpu", options.gpu, "default")
     serving = resolve_serving(spec, resolver, gpu=gpu, gpu_count=gpu_count)

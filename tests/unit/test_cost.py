@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import StepWork
 
-#: 1 weight read = 1000, a token of context 10, a token 100, a pair 1, fixed 7.
-TOY = Roofline(weights_ps=1000, kv_token_ps=10, token_ps=100, attention_ps=1, overhead_ps=7)
+#: 1 weight read = 1000, a token of context 10, a token 100, its logits 50, a pair 1, fixed 7.
+TOY = Roofline(weights_ps=1000, kv_token_ps=10, token_ps=100, logits_ps=50, attention_ps=1, overhead_ps=7)
 
 counts = st.integers(0, 10**6)
 works = st.builds(
@@ -17,7 +17,7 @@ works = st.builds(
     st.lists(st.integers(1, 10**5), max_size=5),
     st.lists(st.tuples(st.integers(0, 10**5), st.integers(1, 10**4)), max_size=4),
 )
-rooflines = st.builds(Roofline, counts, counts, counts, counts, counts)
+rooflines = st.builds(Roofline, counts, counts, counts, counts, counts, counts)
 
 
 def test_coefficients_are_rounded_down_to_whole_picoseconds_once() -> None:
@@ -25,6 +25,7 @@ def test_coefficients_are_rounded_down_to_whole_picoseconds_once() -> None:
         weight_bytes=16 * 10**9,
         kv_bytes_per_token=131072,
         flops_per_token=16 * 10**9,
+        flops_per_logits=10**9,
         attention_flops=524288,
         num_layers=32,
         bandwidth_bytes_per_s=3350 * 10**9,
@@ -32,11 +33,12 @@ def test_coefficients_are_rounded_down_to_whole_picoseconds_once() -> None:
     )
     # 80 % of 3350 GB/s = 2680 GB/s: 16e9 B / 2680e9 B/s = 5.970149253731 ms; 131072 B: 48907.46 ps.
     # 65 % of 989 TFLOP/s = 642.85 TFLOP/s: 16e9 / 642.85e12 s = 24.889 us; 524288 / 642.85e12 s = 815.57 ps.
-    # 32 layers x 20 us = 640 us.
+    # Logits: 1e9 / 642.85e12 s = 1.5556 us. 32 layers x 20 us = 640 us.
     assert found == Roofline(
         weights_ps=5_970_149_253,
         kv_token_ps=48_907,
         token_ps=24_889_165,
+        logits_ps=1_555_572,
         attention_ps=815,
         overhead_ps=640_000_000,
     )
@@ -51,6 +53,11 @@ def test_a_long_chunk_is_bound_by_compute() -> None:
     # 40 tokens after 60: reads 100, pairs 40 x 60 + 40 x 41 / 2 = 3220.
     # Memory 1000 + 10 x 100 = 2000 < compute 100 x 40 + 3220 = 7220; + 7.
     assert TOY.step_ps(StepWork(chunks=[(60, 40)])) == 7227
+
+
+def test_logits_are_computed_for_those_who_sample_alone() -> None:
+    # As above, and 50 for the one sequence whose prompt is done.
+    assert TOY.step_ps(StepWork(chunks=[(60, 40)], sampled=1)) == 7277
 
 
 def test_decodes_and_chunks_add_up_before_the_maximum_is_taken() -> None:
@@ -108,14 +115,16 @@ def test_a_run_of_decode_steps_is_priced_as_its_steps_one_by_one(
     for step in {0, 1, 2, valid // 2, valid - 1}:
         if step < valid:
             # Each step adds a token to every context.
-            work = StepWork(sequences, context + step * sequences)
+            work = StepWork(sequences, context + step * sequences, sampled=sequences)
             assert first + growth * step == roofline.step_ps(work)
 
 
 def test_a_run_of_decode_steps_ends_where_the_other_side_takes_over() -> None:
     # Memory 1000 + 1 x n, compute 0 + 3 x n for one sequence that attends to n tokens. At n = 100 memory leads by
     # 1100 - 300 = 800 and compute gains 2 a step: equal after 400 steps, so 401 steps are on memory's side.
-    roofline = Roofline(weights_ps=1000, kv_token_ps=1, token_ps=0, attention_ps=3, overhead_ps=7)
+    roofline = Roofline(
+        weights_ps=1000, kv_token_ps=1, token_ps=0, logits_ps=0, attention_ps=3, overhead_ps=7
+    )
     assert roofline.decode(1, 100) == (1107, 1, 401)
     assert roofline.step_ps(StepWork(1, 500)) == 1507
     assert roofline.step_ps(StepWork(1, 501)) == 1510
@@ -123,7 +132,9 @@ def test_a_run_of_decode_steps_ends_where_the_other_side_takes_over() -> None:
 
 def test_a_run_of_decode_steps_bound_by_compute_may_turn_to_memory() -> None:
     # Memory 0 + 3 x n, compute 1000 + 1 x n: compute leads by 1100 - 300 = 800 and loses 2 a step.
-    roofline = Roofline(weights_ps=0, kv_token_ps=3, token_ps=1000, attention_ps=1, overhead_ps=7)
+    roofline = Roofline(
+        weights_ps=0, kv_token_ps=3, token_ps=1000, logits_ps=0, attention_ps=1, overhead_ps=7
+    )
     assert roofline.decode(1, 100) == (1107, 1, 401)
     # Where the side that leads grows faster, it leads for ever.
     assert roofline.decode(1, 600)[2] > 10**15

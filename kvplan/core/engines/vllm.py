@@ -121,7 +121,7 @@ class Vllm:
         cohort = self.cohort
         self._restarts = 0
         turn.steps = steps
-        turn.decoders = turn.work.decodes = cohort.size
+        turn.decoders = turn.work.decodes = turn.work.sampled = cohort.size
         turn.work.decode_context = cohort.context
         turn.takes = cohort.takes(steps)
         turn.free_blocks = self.pool.free - turn.takes[0]
@@ -357,12 +357,13 @@ class Vllm:
     def _compute(self, turn: Turn[Member], scheduled: dict[Member, int], decoders: int) -> None:
         """Advance what was scheduled and sum up the step."""
         block_size, cohort = self.config.block_size, self.cohort
-        turn.decoders = turn.work.decodes = decoders
+        turn.decoders = turn.work.decodes = turn.work.sampled = decoders
         turn.scheduled_tokens = decoders
         for member, tokens in scheduled.items():
             before = member.computed
             member.computed = after = before + tokens
             turn.scheduled_tokens += tokens
+            turn.work.sampled += after >= member.num_tokens
             if before >= member.request.input_tokens and tokens == 1:
                 turn.work.decodes += 1
                 turn.work.decode_context += after

@@ -420,6 +420,7 @@ class VllmPlain:
             before = sequence.computed
             sequence.computed = after = before + tokens
             turn.scheduled_tokens += tokens
+            work.sampled += after >= sequence.num_tokens
             if before >= sequence.request.input_tokens and tokens == 1:
                 work.decodes += 1
                 work.decode_context += after
