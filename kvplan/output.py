@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TextIO
 
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
+from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
 
@@ -57,25 +58,33 @@ def _resolved(path: str) -> str:
 @contextmanager
 def whole_file(path: str) -> Iterator[TextIO]:
     """A text file that takes its place only when the block ends without an error."""
+    with _whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+        yield file
+
+
+@contextmanager
+def _whole(path: str) -> Iterator[Path]:
+    """A temporary file that takes its place only when the block ends without an error."""
     target = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
+    os.close(handle)
+    temporary = Path(name)
     try:
-        with open(handle, "w", encoding="utf-8", newline="") as file:
-            yield file
+        yield temporary
         umask = os.umask(0)
         os.umask(umask)
-        Path(temporary).chmod(0o666 & ~umask)
-        Path(temporary).replace(target)
+        temporary.chmod(0o666 & ~umask)
+        temporary.replace(target)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
 def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fraction | None) -> None:
     """One CSV row a request: what it asked, what became of it, its times in seconds."""
 
-    def seconds(ticks: float | None) -> float | str:
-        return "" if ticks is None or scale is None else ticks * scale.numerator / scale.denominator
+    def time(ticks: float | None) -> float | str:
+        return "" if ticks is None or scale is None else seconds(ticks, scale)
 
     writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # ids may hold anything
     writer.writerow(
@@ -101,17 +110,17 @@ def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fracti
             [
                 _cell(r.request.id),
                 status,
-                seconds(r.request.arrival),
+                time(r.request.arrival),
                 r.request.input_tokens,
                 r.request.output_tokens,
                 r.output_tokens,
                 r.hit_tokens,
                 r.resumed_hit_tokens,
                 r.preemptions,
-                seconds(queue_ticks(r)),
-                seconds(ttft_ticks(r)),
-                seconds(tpot_ticks(r)),
-                seconds(e2e_ticks(r)),
+                time(queue_ticks(r)),
+                time(ttft_ticks(r)),
+                time(tpot_ticks(r)),
+                time(e2e_ticks(r)),
             ]
         )
 
@@ -133,7 +142,7 @@ class EventWriter:
         """Write one step."""
         line: dict[str, object] = {"step": record.step}
         scale = self._scale
-        line["time_s"] = None if scale is None else record.start * scale.numerator / scale.denominator
+        line["time_s"] = None if scale is None else seconds(record.start, scale)
         lists: list[tuple[str, list[object]]] = [
             ("arrived", [r.id for r in record.arrived]),
             ("rejected", [r.id for r in record.rejected]),
@@ -194,7 +203,8 @@ class Timeline:
         if self._is_picture:
             from kvplan.plots import draw_timeline
 
-            draw_timeline(self._path, self._rows, self._usable, scale)
+            with _whole(self._path) as temporary:
+                draw_timeline(temporary, self._rows, self._usable, scale)
             return
         with whole_file(self._path) as file:
             writer = csv.writer(file, lineterminator="\n")
@@ -211,7 +221,7 @@ class Timeline:
                 ]
             )
             for step, start, used, running, waiting, tokens, preempted in self._rows:
-                time_s = "" if scale is None else start * scale.numerator / scale.denominator
+                time_s = "" if scale is None else seconds(start, scale)
                 writer.writerow(
                     [step, time_s, used, used / self._usable, running, waiting, tokens, preempted]
                 )

@@ -7,6 +7,7 @@ from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
 
+from kvplan.core.request import seconds
 from kvplan.errors import InputError
 
 #: More points than a picture has columns only cost time and file size.
@@ -22,7 +23,7 @@ def require_matplotlib(path: str) -> None:
 
 
 def draw_timeline(
-    path: str,
+    path: Path,
     rows: Sequence[tuple[int, int, int, int, int, int, int]],
     usable_blocks: int,
     scale: Fraction | None,
@@ -34,16 +35,13 @@ def draw_timeline(
     from matplotlib.figure import Figure
 
     every = -(-len(rows) // _MAX_POINTS) or 1
-    shown = rows[::every]
-    times = [start * scale.numerator / scale.denominator if scale else step for step, start, *_ in shown]
+    # Of steps that fall on one point the fullest is shown, so that no peak is lost.
+    shown = [max(rows[i : i + every], key=_used) for i in range(0, len(rows), every)]
+    times = [seconds(start, scale) if scale else step for step, start, *_ in shown]
     figure = Figure(figsize=(10, 6), layout="constrained")
     pool, queues = figure.subplots(2, 1, sharex=True)
     pool.fill_between(times, [100 * row[2] / usable_blocks for row in shown], step="post", alpha=0.5)
-    preempted = [
-        start * scale.numerator / scale.denominator if scale else step
-        for step, start, *rest in rows
-        if rest[4]
-    ]
+    preempted = [seconds(start, scale) if scale else step for step, start, *rest in rows if rest[4]]
     if preempted:
         pool.plot(preempted, [101] * len(preempted), "|", color="tab:red", label="preemption")
         pool.legend(loc="lower right")
@@ -54,10 +52,8 @@ def draw_timeline(
     queues.set_ylabel("sequences")
     queues.set_xlabel("seconds" if scale else "step")
     queues.legend(loc="upper right")
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.part{target.suffix}")
-    try:
-        figure.savefig(temporary)
-        temporary.replace(target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    figure.savefig(path)
+
+
+def _used(row: tuple[int, int, int, int, int, int, int]) -> int:
+    return row[2]

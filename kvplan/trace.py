@@ -18,8 +18,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvplan.core.engine import SchedulerConfig
-from kvplan.core.request import Request, Segment
-from kvplan.core.simulate import PICOSECONDS
+from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
 

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 
-from kvplan.core.request import Request, Segment
-from kvplan.core.simulate import PICOSECONDS
+from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.trace import to_json_line
 
 _MILLISECOND = PICOSECONDS // 1000

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvplan.core.engine import StepWork
+from kvplan.core.request import PICOSECONDS
 
-_PS = 10**12
 _FOREVER = 1 << 62
 
 #: Share of the datasheet bandwidth that decode steps reach, and time of a step for each layer beside its
@@ -60,11 +60,11 @@ class Roofline:
         bandwidth = bandwidth_bytes_per_s * BANDWIDTH_SHARE_PERCENT
         flops = flops_per_s * FLOPS_SHARE_PERCENT
         return cls(
-            weights_ps=100 * weight_bytes * _PS // bandwidth,
-            kv_token_ps=100 * kv_bytes_per_token * _PS // bandwidth,
-            token_ps=100 * flops_per_token * _PS // flops,
-            logits_ps=100 * flops_per_logits * _PS // flops,
-            attention_ps=100 * attention_flops * _PS // flops,
+            weights_ps=100 * weight_bytes * PICOSECONDS // bandwidth,
+            kv_token_ps=100 * kv_bytes_per_token * PICOSECONDS // bandwidth,
+            token_ps=100 * flops_per_token * PICOSECONDS // flops,
+            logits_ps=100 * flops_per_logits * PICOSECONDS // flops,
+            attention_ps=100 * attention_flops * PICOSECONDS // flops,
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
         )
 

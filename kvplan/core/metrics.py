@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvplan.core.engine import Turn
-from kvplan.core.request import Request
+from kvplan.core.request import Request, seconds
 
 
 @dataclass(slots=True)
@@ -541,8 +541,7 @@ class Metrics:
         ]
 
     def _seconds(self, ticks: float) -> float | None:
-        scale = self.seconds_per_tick
-        return None if scale is None else ticks * scale.numerator / scale.denominator
+        return None if self.seconds_per_tick is None else seconds(ticks, self.seconds_per_tick)
 
     def _rate(self, count: int) -> float | None:
         window_s = self._seconds(self.window_ticks)

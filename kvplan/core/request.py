@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from typing import NamedTuple
+
+#: Ticks of a second where the clock counts picoseconds.
+PICOSECONDS = 10**12
+
+
+def seconds(ticks: float, seconds_per_tick: Fraction) -> float:
+    """Ticks as seconds, rounded once."""
+    return ticks * seconds_per_tick.numerator / seconds_per_tick.denominator
 
 
 class Segment(NamedTuple):

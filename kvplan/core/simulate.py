@@ -11,9 +11,6 @@ from kvplan.core.engine import StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 
-#: Ticks of a second where the clock counts picoseconds.
-PICOSECONDS = 10**12
-
 
 class Engine(Protocol):
     """What the loop needs of an engine."""

@@ -18,7 +18,8 @@ from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
-from kvplan.core.simulate import PICOSECONDS, StepRecord, run
+from kvplan.core.request import PICOSECONDS
+from kvplan.core.simulate import StepRecord, run
 from kvplan.core.sizing import (
     DEFAULT_BLOCK_SIZE,
     ENGINE,

@@ -190,9 +190,7 @@ def test_given_bytes_are_divided_into_whole_blocks() -> None:
     assert (exactly.num_gpu_blocks, exactly.fits, exactly.headroom_bytes) == (257, True, 0)
     short = capacity(spec, deployment(kv_cache_memory_bytes=257 * 13_107_200 - 1))
     assert (short.num_gpu_blocks, short.fits, short.headroom_bytes) == (256, False, -13_107_200)
-    assert short.reason == (
-        "the engine would not start: a sequence of max_model_len 4,096 needs 256 blocks, 255 are usable"
-    )
+    assert short.reason == ("a sequence of max_model_len 4,096 needs 256 blocks, 255 are usable")
 
 
 def test_an_override_wins_over_given_bytes() -> None:
@@ -288,7 +286,7 @@ def test_a_gpu_that_is_too_small_for_the_weights_has_no_blocks() -> None:
     found = capacity(load_model("llama-2-7b"), deployment(), GpuBudget("a gpu", 1, 8 * GIB, "a test"))
     assert (found.num_gpu_blocks, found.usable_blocks, found.fits) == (0, 0, False)
     assert found.available_kv_bytes < 0
-    assert found.reason == "weights and overhead leave no room for the KV cache"
+    assert found.reason == "there is no room for a block of KV beside the null block"
     assert found.fits_confidence == "likely"
 
 

@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvplan.core.engine import SchedulerConfig
-from kvplan.core.request import Request, Segment
-from kvplan.core.simulate import PICOSECONDS
+from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.errors import InputError
 from kvplan.trace import Trace, read_trace, to_json_line, workload_names
 

@@ -1,0 +1,102 @@
+"""Random scenarios through the whole loop: every figure of the fast engine equals the plain one's.
+
+With constant prices, in steps and in ticks, and with random rooflines whose sides change within a run, with and
+without warm-up. KVPLAN_SCENARIOS sets the number of runs.
+"""
+
+from __future__ import annotations
+
+import os
+from fractions import Fraction
+from random import Random
+
+import pytest
+from random_scenarios import draw
+
+from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.engine import SchedulerConfig
+from kvplan.core.engines.vllm import Vllm
+from kvplan.core.engines.vllm_plain import VllmPlain
+from kvplan.core.metrics import Metrics, Slo
+from kvplan.core.request import Request
+from kvplan.core.simulate import run
+
+RUNS = 3 * int(os.environ.get("KVPLAN_SCENARIOS", "200"))
+BATCH = 100
+
+
+@pytest.mark.parametrize("first", range(0, RUNS, BATCH))
+def test_every_figure_is_equal(first: int) -> None:
+    for seed in range(first, min(first + BATCH, RUNS)):
+        rng = Random(seed)
+        config, requests = draw(rng)
+        step_numbered = rng.random() < 0.4
+        if step_numbered or rng.random() < 0.2:
+            ticks = 1 if step_numbered else 7
+            price, decode_price, scale = constant(ticks), constant_decode(ticks), ticks
+        else:
+            highest = (50, 5, 20, 9, 8)
+            roofline = Roofline(*(rng.randint(0, most) for most in highest), overhead_ps=rng.randint(1, 9))
+            price, decode_price, scale = roofline.step_ps, roofline.decode, rng.choice([1, 10, 60])
+        requests = [r._replace(arrival=r.arrival * scale) for r in requests]
+        warmup = rng.choice([0, 0, 3, 20, 200])
+        plain, fast = (
+            figures(kind(config), config, requests, warmup, price, decode_price, step_numbered)
+            for kind in (VllmPlain, Vllm)
+        )
+        assert plain == fast, f"seed {seed}"
+
+
+def figures(
+    engine: VllmPlain | Vllm,
+    config: SchedulerConfig,
+    requests: list[Request],
+    warmup: int,
+    price: object,
+    decode_price: object,
+    step_numbered: bool,
+) -> list[object]:
+    """All that a run comes to."""
+    metrics = Metrics(
+        num_gpu_blocks=config.num_gpu_blocks,
+        block_size=config.block_size,
+        prefix_caching=config.enable_prefix_caching,
+        seconds_per_tick=Fraction(1, 1000),
+        warmup=warmup,
+    )
+    outcome = run(
+        requests,
+        engine,
+        price,  # type: ignore[arg-type]
+        metrics,
+        decode_price=decode_price,  # type: ignore[arg-type]
+        step_numbered=step_numbered,
+    )
+    metrics.note_live(engine.live())
+    records = [
+        (
+            r.admitted,
+            r.first_token,
+            r.finished,
+            r.output_tokens,
+            r.hit_tokens,
+            r.resumed_hit_tokens,
+            r.preemptions,
+        )
+        for r in metrics.records.values()
+    ]
+    return [
+        outcome,
+        metrics.request_counts(),
+        metrics.kv_figures(),
+        metrics.batch_figures(),
+        metrics.prefix_cache_figures(),
+        metrics.preemption_figures(),
+        metrics.throughput(),
+        metrics.latency({}),
+        metrics.goodput(Slo(0.05, 0.01, 0.3)),
+        metrics.steps,
+        metrics.scheduled_tokens,
+        metrics.duration_s,
+        records,
+    ]
