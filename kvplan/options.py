@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
 
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
@@ -141,6 +141,7 @@ class Setting(NamedTuple):
 
 Settings = dict[str, Setting]
 Value = TypeVar("Value")
+Options = TypeVar("Options", bound=ServingOptions)
 
 
 def settings_dict(settings: Settings) -> dict[str, object]:
@@ -246,13 +247,13 @@ def size_in_bytes(value: str | int | None, name: str) -> int | None:
     return parse_size(str(value), where=flag(name))
 
 
-class Resolver:
+class Resolver(Generic[Options]):
     """Picks given values over defaults and remembers where each came from.
 
     ``origins`` names the origin of options that were given by something else than a flag, such as a check file.
     """
 
-    def __init__(self, options: ServingOptions, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(self, options: Options, origins: Mapping[str, str] | None = None) -> None:
         self.options = options
         self.settings: Settings = {}
         self._origins = origins or {}
@@ -293,7 +294,7 @@ DEFAULT = f"default of {ENGINE} {ENGINE_VERSION}"
 
 
 def resolve_serving(
-    spec: ModelSpec, resolver: Resolver, *, gpu: Gpu | None, gpu_count: int | None
+    spec: ModelSpec, resolver: Resolver[Any], *, gpu: Gpu | None, gpu_count: int | None
 ) -> Serving:
     """Fill in what was not given with the engine's and the model's defaults.
 
@@ -351,7 +352,7 @@ def resolve_serving(
 
 
 def choose_batch_limits(
-    resolver: Resolver, defaults: tuple[int, int], max_model_len: int, source: str
+    resolver: Resolver[Any], defaults: tuple[int, int], max_model_len: int, source: str
 ) -> tuple[int, int]:
     """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
 
@@ -366,7 +367,7 @@ def choose_batch_limits(
     return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
 
 
-def _max_model_len(spec: ModelSpec, resolver: Resolver, warnings: list[str]) -> int:
+def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
     """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
     longest = spec.max_position_embeddings
     if longest is None and resolver.options.max_model_len in (None, "auto"):
@@ -390,7 +391,7 @@ def _max_model_len(spec: ModelSpec, resolver: Resolver, warnings: list[str]) -> 
     return length
 
 
-def _dtype(spec: ModelSpec, resolver: Resolver) -> str:
+def _dtype(spec: ModelSpec, resolver: Resolver[Any]) -> str:
     dtype = resolver.choose("dtype", "auto", DEFAULT)
     if dtype == "auto":
         resolver.spell_out("dtype", spec.dtype, "the model's own")
@@ -403,7 +404,7 @@ def _dtype(spec: ModelSpec, resolver: Resolver) -> str:
     return alias
 
 
-def _kv_dtype(dtype: str, resolver: Resolver) -> str:
+def _kv_dtype(dtype: str, resolver: Resolver[Any]) -> str:
     kv_dtype = resolver.choose("kv_cache_dtype", "auto", DEFAULT)
     if kv_dtype == "auto":
         resolver.spell_out("kv_cache_dtype", dtype, "as dtype")

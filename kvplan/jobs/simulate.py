@@ -366,8 +366,8 @@ class _Machine:
     pool: _Pool
 
 
-def _machine(resolver: Resolver, warnings: list[str]) -> _Machine:
-    options = cast("SimulateOptions", resolver.options)
+def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machine:
+    options = resolver.options
     model = resolver.choose("model", DEFAULT_MODEL, "default")
     gpu_text = options.gpu
     if gpu_text is None and options.gpu_memory is None and options.kv_cache_memory_bytes is None:
@@ -413,9 +413,9 @@ def _machine(resolver: Resolver, warnings: list[str]) -> _Machine:
     return _Machine(spec, serving, kv, weights, gpu, pool)
 
 
-def _free_pool(resolver: Resolver) -> _Pool:
+def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
     """A number of blocks without model or GPU."""
-    options = cast("SimulateOptions", resolver.options)
+    options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT)
@@ -439,13 +439,15 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
     return "sized from model and GPU (estimated)"
 
 
-def _scheduler_config(resolver: Resolver, pool: _Pool, scenario: SchedulerConfig | None) -> SchedulerConfig:
+def _scheduler_config(
+    resolver: Resolver[SimulateOptions], pool: _Pool, scenario: SchedulerConfig | None
+) -> SchedulerConfig:
     """The engine's settings; those without a flag come from a scenario, else they are the defaults."""
     caching = resolver.choose("enable_prefix_caching", True, DEFAULT)
     chunked = resolver.choose("enable_chunked_prefill", True, DEFAULT)
     threshold = resolver.choose("long_prefill_token_threshold", 0, DEFAULT)
     policy = resolver.choose("scheduling_policy", "fcfs", DEFAULT)
-    base = SchedulerConfig(
+    config = SchedulerConfig(
         num_gpu_blocks=pool.num_gpu_blocks,
         block_size=pool.block_size,
         max_num_batched_tokens=pool.max_num_batched_tokens,
@@ -456,21 +458,17 @@ def _scheduler_config(resolver: Resolver, pool: _Pool, scenario: SchedulerConfig
         long_prefill_token_threshold=threshold,
         policy=cast("Policy", policy),
     )
-    source = scenario or base
-    for name in (
+    without_flag = (
         "watermark",
         "scheduler_reserve_full_isl",
         "max_num_active_seqs",
         "long_prefill_token_threshold_adaptive",
-    ):
-        resolver.note(name, getattr(source, name), "trace" if scenario else DEFAULT)
-    return replace(
-        base,
-        long_prefill_token_threshold_adaptive=source.long_prefill_token_threshold_adaptive,
-        watermark=source.watermark,
-        scheduler_reserve_full_isl=source.scheduler_reserve_full_isl,
-        max_num_active_seqs=source.max_num_active_seqs,
     )
+    if scenario is not None:
+        config = replace(config, **{name: getattr(scenario, name) for name in without_flag})
+    for name in without_flag:
+        resolver.note(name, getattr(config, name), "trace" if scenario else DEFAULT)
+    return config
 
 
 # Time
@@ -483,9 +481,9 @@ _Clock = tuple[
 ]
 
 
-def _clock(trace: Trace, resolver: Resolver, machine: _Machine | None) -> _Clock:
+def _clock(trace: Trace, resolver: Resolver[SimulateOptions], machine: _Machine | None) -> _Clock:
     """Prices in ticks, seconds of a tick, and the name of the model behind them."""
-    options = cast("SimulateOptions", resolver.options)
+    options = resolver.options
     step_time = options.step_time
     if step_time is None and machine is None and not trace.step_numbered:
         step_time = DEFAULT_STEP_TIME

@@ -104,7 +104,9 @@ def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | Non
     return result
 
 
-def _size(spec: ModelSpec, resolver: Resolver, serving: Serving, budget: GpuBudget | None) -> SizeResult:
+def _size(
+    spec: ModelSpec, resolver: Resolver[SizeOptions], serving: Serving, budget: GpuBudget | None
+) -> SizeResult:
     longest = serving.deployment.max_model_len
     seq = resolver.choose("seq", longest, "max_model_len")
     concurrency = resolver.choose("concurrency", 1, "default")
