@@ -39,6 +39,10 @@ def load_model(
     shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields; ``where`` is the
     argument that errors name. Raises `InputError`.
     """
+    if not name.strip():
+        raise InputError(
+            "the name of the model is empty", where=where, hint="kvplan models lists those known"
+        )
     changes = _parse_overrides(overrides)
     path_text, _, fragment = name.partition("#")
     if path_text.lower().endswith(_YAML_SUFFIXES):

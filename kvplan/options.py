@@ -229,9 +229,7 @@ def check_engine(engine: str | None) -> None:
             f"not yet supported: engine {name}", where="--engine", hint=f"use {ENGINE}@{ENGINE_VERSION}"
         )
     if name != ENGINE:
-        raise unknown_name(
-            "engine", name, [ENGINE, *LATER_ENGINES], where="--engine", listing="kvplan size --help"
-        )
+        raise unknown_name("engine", name, [ENGINE, *LATER_ENGINES], where="--engine")
     if version and version != ENGINE_VERSION:
         raise InputError(
             f'not yet supported: rules of vLLM "{version}"',
@@ -275,6 +273,14 @@ class Resolver(Generic[Options]):
         """Record what a chosen word such as ``auto`` stands for."""
         chosen = self.settings[name]
         self.settings[name] = Setting(value, f"{why} ({chosen.source})", chosen.given)
+
+    def note_rest(self) -> None:
+        """Record what was given but is no setting of the engine, such as ``limit`` or ``set``."""
+        for item in fields(self.options):
+            value = getattr(self.options, item.name)
+            if item.name not in self.settings and value != item.default:
+                shown = list(value) if isinstance(value, tuple) else value
+                self.note(item.name, shown, self._origins.get(item.name, flag(item.name)), given=True)
 
     def note_engine(self) -> None:
         """Record whose rules are followed: the ones asked for, or the newest held."""
@@ -370,6 +376,9 @@ def choose_batch_limits(
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
     """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
     longest = spec.max_position_embeddings
+    asked = getattr(resolver.options, "seq", None)
+    if longest is None and asked is not None and resolver.options.max_model_len is None:
+        return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
     if longest is None and resolver.options.max_model_len in (None, "auto"):
         raise InputError(
             "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
@@ -398,9 +407,7 @@ def _dtype(spec: ModelSpec, resolver: Resolver[Any]) -> str:
         return spec.dtype
     alias = {"half": "float16", "float": "float32"}.get(dtype, dtype)
     if alias not in DTYPE_BYTES:
-        raise unknown_name(
-            "dtype", dtype, [*DTYPE_BYTES, "auto"], where="--dtype", listing="kvplan size --help"
-        )
+        raise unknown_name("dtype", dtype, [*DTYPE_BYTES, "auto"], where="--dtype")
     return alias
 
 
@@ -415,6 +422,5 @@ def _kv_dtype(dtype: str, resolver: Resolver[Any]) -> str:
             kv_dtype,
             [*KV_DTYPE_BYTES, "auto"],
             where="--kv-cache-dtype",
-            listing="kvplan size --help",
         )
     return kv_dtype

@@ -44,6 +44,8 @@ def check_output_paths(paths: Mapping[str, str | None], *, sources: Sequence[str
             raise InputError(
                 f'"{target.parent}" cannot be written to', where=option, hint="choose another folder"
             )
+        if target.exists() and not os.access(target, os.W_OK):
+            raise InputError(f'"{path}" cannot be written to', where=option, hint="choose another name")
         owner = taken.setdefault(_resolved(path), option)
         if owner != option:
             raise InputError(
@@ -64,8 +66,14 @@ def whole_file(path: str) -> Iterator[TextIO]:
 
 @contextmanager
 def _whole(path: str) -> Iterator[Path]:
-    """A temporary file that takes its place only when the block ends without an error."""
-    target = Path(path)
+    """A temporary file that takes its place only when the block ends without an error.
+
+    What is no regular file, such as ``/dev/null`` or a pipe, is given as it is.
+    """
+    target = Path(os.path.realpath(path))  # through a link to what it names
+    if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
+        yield target
+        return
     handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
     os.close(handle)
     temporary = Path(name)

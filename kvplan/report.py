@@ -26,11 +26,16 @@ if TYPE_CHECKING:
     from kvplan.options import Settings
 
 
+_NARROWEST = 20
+
+
 class Report:
     """Prints to stdout. Tables fit 80 columns."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False, markup=False, emoji=False)
+        if self.console.width < _NARROWEST:  # some containers say COLUMNS=0
+            self.console.width = 80
 
     # size
 
@@ -323,9 +328,9 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
         ),
         (
             "batch",
-            f"running mean {format_count(batch.running_mean)}, max {batch.running_max:,} "
+            f"running mean {format_count(batch.running_mean)}, max {format_count(batch.running_max)} "
             f"(limit {settings['max_num_seqs'].value:,}); waiting mean {format_count(batch.waiting_mean)}, "
-            f"max {batch.waiting_max:,}",
+            f"max {format_count(batch.waiting_max)}",
         ),
         (
             "prefix cache",

@@ -69,6 +69,8 @@ def read_command(text: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand
         value = inline if equals else _next_value(words, name, required=known, model_follows=model is None)
         if flag in ignore or flag in _HARMLESS_VALUES:
             ignored.append(name)
+            while flag in _MANY_VALUES and model is not None and words and not words[0].startswith("-"):
+                words.popleft()
         elif flag in _VALUES:
             option, convert = _VALUES[flag]
             values[option] = convert(value, name)
@@ -223,6 +225,8 @@ _HARMLESS_VALUES = frozenset(
         "--distributed-executor-backend",
     }
 )
+#: Of these, flags that take several values.
+_MANY_VALUES = frozenset({"--served-model-name", "--middleware"})
 _HARMLESS_SWITCHES = frozenset(
     {
         "--trust-remote-code",

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
@@ -20,6 +24,22 @@ _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
 _CLICK_EXCEPTION: type[Exception] = _USAGE_ERROR.__bases__[0]
 
 _INTERRUPTED = 130
+_BROKEN_PIPE = 141  # 128 + SIGPIPE, as the shell has it: no verdict was delivered
+_NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
+#: Options and commands of the contract that come later, so that asking for one gets a true answer.
+_LATER = {
+    *(
+        "--pipeline-parallel-size",
+        "-pp",
+        "-p",
+        "--data-parallel-size",
+        "-dp",
+        "--decode-context-parallel-size",
+    ),
+    *("--enable-expert-parallel", "--quantization", "-q", "--num-speculative-tokens", "--lengths", "--trace"),
+    *("--suggest", "--from", "--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
+    *("--async-scheduling", "--no-async-scheduling", "compare", "trace", "kernel-bench", "audit", "explain"),
+}
 _COMMANDS = ("size", "simulate", "check", "models", "gpus")
 
 app = typer.Typer(
@@ -57,23 +77,56 @@ def kvplan(
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run a command line and exit with the contract's code: 0 yes, 1 no, 2 wrong input, 130 interrupted."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    for number in (signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        with suppress(ValueError):  # outside the main thread nobody else's signals are touched
+            signal.signal(number, _terminate)
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except (BrokenPipeError, SystemExit) as end:
+        code = end.signal_code if isinstance(end, _Terminated) else _BROKEN_PIPE
+        if isinstance(end, SystemExit) and end.code == 0:  # shell completion ends so
+            code = 0
+        # The reader of our output may have gone: Typer turns that into SystemExit(1).
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        sys.stderr.write(
+            f"kvplan: error: cannot write: {error.strerror}\nmake room, or choose another place\n"
+        )
+        with suppress(OSError, ValueError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = InputError.exit_code
+    sys.exit(code)
+
+
+def _run(arguments: list[str]) -> int:
     as_json = "--json" in arguments
     try:
         code = app(arguments, prog_name="kvplan", standalone_mode=False)
-        sys.stdout.flush()
     except KvplanError as error:
         code = _fail(error, as_json=as_json)
     except (typer.Abort, KeyboardInterrupt):
         code = _INTERRUPTED
     except _CLICK_EXCEPTION as error:
         code = _fail(_from_click(error, arguments), as_json=as_json)
-    except (BrokenPipeError, SystemExit):
-        # The reader of our output has gone; Typer turns that into SystemExit, and nothing else here does.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
     if code == _INTERRUPTED:
         sys.stderr.write("kvplan: interrupted\n")
-    sys.exit(code if isinstance(code, int) else 0)
+    return code if isinstance(code, int) else 0
+
+
+class _Terminated(SystemExit):
+    """A signal asked the process to end: outputs are taken back on the way out."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(128 + number)
+        self.signal_code = 128 + number
+
+
+def _terminate(number: int, _frame: object) -> NoReturn:
+    raise _Terminated(number)
 
 
 def _from_click(error: Exception, arguments: Sequence[str]) -> InputError:
@@ -83,6 +136,9 @@ def _from_click(error: Exception, arguments: Sequence[str]) -> InputError:
     if command == "kvplan" and arguments and arguments[0] in _COMMANDS:
         command = f"kvplan {arguments[0]}"  # the parser of options does not say whose they are
     message = error.format_message() if hasattr(error, "format_message") else str(error)
+    asked = re.search(r"No such (?:option|command):? '?([-a-z]+)", message)
+    if asked and asked.group(1) in _LATER:
+        message = f"not yet supported: {asked.group(1)}"
     return InputError(message.rstrip("."), where=command, hint=f"{command} --help shows the usage")
 
 

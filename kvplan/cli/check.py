@@ -44,6 +44,8 @@ def check(
         )
     check_output_paths({"--junit": junit}, sources=[file])
     planned = read_checks(file)
+    read = [path for one in planned for path in (one.subject, one.options.models) if path is not None]
+    check_output_paths({"--junit": junit}, sources=[file, *read])
     results = []
     for number, one in enumerate(planned, 1):
         if sys.stderr.isatty():

@@ -119,7 +119,7 @@ def simulate(
     from kvplan.output import check_output_paths
 
     outputs = {"--requests": requests, "--timeline": timeline, "--events": events}
-    check_output_paths(outputs, sources=[trace])
+    check_output_paths(outputs, sources=[path for path in (trace, model, models) if path is not None])
     if events_detail and events is None:
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"

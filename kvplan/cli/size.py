@@ -65,6 +65,7 @@ def size(
     options = shared.from_params(SizeOptions, ctx.params)
     names = list(model or [])
     origins: dict[str, str] = {}
+    ignored: tuple[str, ...] = ()
     if vllm_command is not None:
         from kvplan.vllm_command import read_command
 
@@ -75,8 +76,7 @@ def size(
             )
         names = [command.model]
         origins = command.fill(options)
-        for text in command.ignored:
-            shared.warn(f"ignored in --vllm-command: {text}")
+        ignored = tuple(f"ignored in --vllm-command: {text}" for text in command.ignored)
     if not names:
         raise InputError(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
@@ -86,6 +86,7 @@ def size(
     for name in names:
         results = [size_with(name, replace(options, gpu=one), origins) for one in gpus]
         by_model.append(rank_by_gpu(results) if len(gpus) > 1 else results)
+        by_model[-1] = [replace(r, warnings=(*ignored, *r.warnings)) for r in by_model[-1]]
     everything = [result for results in by_model for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
         shared.warn(warning)

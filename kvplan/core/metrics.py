@@ -68,7 +68,7 @@ class Utilization:
 
 @dataclass(frozen=True, slots=True)
 class KvFigures:
-    """The KV pool over time; the four shares sum to 1."""
+    """The KV pool over time; the four shares sum to 1. Without a window, ``peak_blocks`` is of all that ran."""
 
     num_gpu_blocks: int
     block_size: int
@@ -85,9 +85,9 @@ class BatchFigures:
     """Queue lengths after scheduling; means over time."""
 
     running_mean: float | None
-    running_max: int
+    running_max: int | None
     waiting_mean: float | None
-    waiting_max: int
+    waiting_max: int | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +213,7 @@ class Metrics:
         self.recomputed_tokens = 0
         self.preemption_events = 0
         self.evicted_blocks = 0
+        self.peak_blocks = 0
         self._gaps: dict[int, int] = {}
         # Measured sequences that decode without being visited, and when those of them sampled last whose turn
         # did not come.
@@ -295,6 +296,7 @@ class Metrics:
         for offset, slots in turn.waste_begun:
             begun[offset] = begun.get(offset, 0) + slots
         levels = self._held_levels
+        self.peak_blocks = max(self.peak_blocks, used + sum(turn.takes[1:]))
         before_window = self._ticks_before_window(start)
         ticks = end - start
         total = empty_ticks = reserved_ticks = 0
@@ -448,7 +450,7 @@ class Metrics:
             internal_fragmentation=share(empty - reserved),
             reserved_share=share(reserved),
             external_fragmentation=share(0),  # a pool of equal blocks has no holes too small
-            peak_blocks=peak,
+            peak_blocks=peak if window else self.peak_blocks,
         )
 
     def batch_figures(self) -> BatchFigures:
@@ -456,9 +458,9 @@ class Metrics:
         window = self.window_ticks
         return BatchFigures(
             running_mean=self._sums.running / window if window else None,
-            running_max=self._sums.running_max,
+            running_max=self._sums.running_max if window else None,
             waiting_mean=self._sums.waiting / window if window else None,
-            waiting_max=self._sums.waiting_max,
+            waiting_max=self._sums.waiting_max if window else None,
         )
 
     def prefix_cache_figures(self) -> PrefixCacheFigures:

@@ -11,6 +11,10 @@ from kvplan.core.engine import StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 
+#: Steps of one turn: enough that turns cost nothing beside them, few enough that memory and an interrupt's wait
+#: stay small.
+_LONGEST_TURN = 1 << 16
+
 
 class Engine(Protocol):
     """What the loop needs of an engine."""
@@ -108,7 +112,8 @@ def run(
         first = growth = 0
         max_steps = 1
         if shape is not None and decode_price is not None:
-            first, growth, max_steps = decode_price(*shape)
+            first, growth, valid = decode_price(*shape)
+            max_steps = min(valid, _LONGEST_TURN)
             if upcoming is not None:
                 max_steps = min(max_steps, _steps_until(upcoming.arrival - now, first, growth))
         turn = engine.turn(max_steps)

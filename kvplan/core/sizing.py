@@ -282,6 +282,13 @@ def plan_capacity(
         available = left - overhead.total(deployment.margin)
         blocks = {m: max(0, (left - overhead.total(m)) // kv.per_gpu.bytes_per_block) for m in _MARGINS}
     verdicts = {m: _verdict(count, deployment) for m, count in blocks.items()}
+    if overhead is None and gpu is not None and weights.per_gpu_bytes is not None:
+        needed = weights.per_gpu_bytes + blocks[deployment.margin] * kv.per_gpu.bytes_per_block
+        if needed > gpu.memory_bytes:  # a given pool bypasses the budget, not the memory
+            too_much = _Verdict(
+                False, f"weights and KV need {needed:,} bytes on each GPU, which has {gpu.memory_bytes:,}"
+            )
+            verdicts = dict.fromkeys(_MARGINS, too_much)
     chosen = verdicts[deployment.margin]
     num_blocks = blocks[deployment.margin]
     usable = max(0, num_blocks - 1)
@@ -341,6 +348,12 @@ def _verdict(num_blocks: int, deployment: Deployment) -> _Verdict:
             False,
             f"a sequence of max_model_len {deployment.max_model_len:,} needs "
             f"{longest:,} blocks, {usable:,} are usable",
+        )
+    if deployment.concurrency > deployment.max_num_seqs:
+        return _Verdict(
+            False,
+            f"{deployment.concurrency:,} sequences are never resident at once: max_num_seqs is "
+            f"{deployment.max_num_seqs:,}",
         )
     if needed > usable:
         return _Verdict(

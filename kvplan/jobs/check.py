@@ -205,6 +205,7 @@ class _Expectation:
     text: str
     holds: Callable[[object], bool]
     place: Place
+    is_text: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +245,12 @@ class PlannedCheck:
 
     def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
         value = _find(document, expectation)
+        if expectation.is_text and isinstance(value, bool | int | float):
+            raise InputError(
+                f'{expectation.figure} is {_text(value)}, which cannot be compared with "{expectation.text}"',
+                where=str(expectation.place),
+                hint='write a comparison such as ">= 5%", or true',
+            )
         return Verdict(
             expectation.figure,
             expectation.text,
@@ -390,29 +397,30 @@ def _expectation(figure: str, node: Node, *, allow_time: bool) -> _Expectation:
         raise InputError(
             f"{figure} is held against no single value", where=str(node.place), hint='write ">= 5%" or true'
         )
-    return _Expectation(figure, path, _text(value), _test(value, node.place), node.key_place)
+    holds, is_text = _test(value, node.place)
+    return _Expectation(figure, path, _text(value), holds, node.key_place, is_text)
 
 
 def _text(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _test(value: bool | float | str, place: Place) -> Callable[[object], bool]:
-    """The test that a value or a text such as ``>= 5%`` stands for."""
+def _test(value: bool | float | str, place: Place) -> tuple[Callable[[object], bool], bool]:
+    """The test that a value or a text such as ``>= 5%`` stands for, and whether it is one of plain text."""
     if isinstance(value, bool):
-        return lambda actual: actual is value
+        return (lambda actual: actual is value), False
     if isinstance(value, int | float):
-        return lambda actual: _is_number(actual) and actual == value
+        return (lambda actual: _is_number(actual) and actual == value), False
     match = _EXPECTATION.match(value)
     sign, operand = (match.group(1), match.group(2)) if match else (None, value)
     if operand in ("true", "false") and sign in ("==", "!=", None):
         wanted = (operand == "true") is (sign != "!=")
-        return lambda actual: actual is wanted
+        return (lambda actual: actual is wanted), False
     number = _number(operand, place, required=sign not in (None, "==", "!="))
     if number is None:
-        return lambda actual: (actual == operand) is (sign != "!=") and isinstance(actual, str)
+        return (lambda actual: (actual == operand) is (sign != "!=") and isinstance(actual, str)), True
     compare = _COMPARISONS[sign or "=="]
-    return lambda actual: _is_number(actual) and compare(actual, number)
+    return (lambda actual: _is_number(actual) and compare(actual, number)), False
 
 
 def _is_number(value: object) -> TypeGuard[float]:

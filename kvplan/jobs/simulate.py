@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -118,7 +119,7 @@ class SimulateResult:
         return document
 
 
-def simulate(trace: str, **options: object) -> SimulateResult:
+def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
     """Replay a trace file, a shipped workload or ``-`` through the vLLM scheduler and block pool.
 
     ``options`` are the fields of `SimulateOptions`. Raises `InputError` for wrong input and `DoesNotFit`
@@ -127,7 +128,7 @@ def simulate(trace: str, **options: object) -> SimulateResult:
     >>> simulate("chat").requests.unfinished
     0
     """
-    return Simulation(trace, SimulateOptions.of(options)).run()
+    return Simulation(os.fspath(trace), SimulateOptions.of(options)).run()
 
 
 class Simulation:
@@ -298,6 +299,7 @@ def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | N
     resolver.note_engine()
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
+    resolver.note_rest()
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -66,7 +67,9 @@ class SizeResult:
         return document
 
 
-def size(model: str, *, origins: Mapping[str, str] | None = None, **options: object) -> SizeResult:
+def size(
+    model: str | os.PathLike[str], *, origins: Mapping[str, str] | None = None, **options: object
+) -> SizeResult:
     """KV bytes, blocks and what fits, for one model on at most one kind of GPU.
 
     ``options`` are the fields of `SizeOptions`. Raises `InputError` for wrong input.
@@ -74,7 +77,7 @@ def size(model: str, *, origins: Mapping[str, str] | None = None, **options: obj
     >>> size("llama-2-13b", seq=4096).kv.bytes_per_token
     819200
     """
-    return size_with(model, SizeOptions.of(options), origins)
+    return size_with(os.fspath(model), SizeOptions.of(options), origins)
 
 
 def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | None = None) -> SizeResult:
@@ -117,6 +120,7 @@ def _size(
         warnings.append(f"seq {seq:,} is beyond the model's maximum of {maximum:,} tokens")
     elif seq > longest:
         warnings.append(f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off")
+    resolver.note_rest()
     kv = kv_sizes(spec, deployment)
     weights = weight_sizes(spec, deployment)
     if weights.total_bytes is None:

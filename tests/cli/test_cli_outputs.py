@@ -300,3 +300,20 @@ def test_the_file_of_events_is_plain_lines(cli: Cli, tmp_path: Path) -> None:
     assert raw.endswith(b"}\n")
     assert b"\r" not in raw
     assert not re.search(rb"[:,] ", raw)
+
+
+def test_what_is_no_regular_file_is_written_to_and_stays(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "real.csv").write_text("old")
+    (tmp_path / "link.csv").symlink_to("real.csv")
+    outcome = cli("simulate chat --limit 2 --requests link.csv --events /dev/null")
+    assert outcome.code == 0
+    assert (tmp_path / "link.csv").is_symlink()
+    assert (tmp_path / "real.csv").read_text().startswith('"id"')
+    assert Path("/dev/null").is_char_device()
+
+
+def test_a_model_catalogue_is_not_overwritten(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "cat.yaml").write_text("a: {}")
+    outcome = cli("simulate chat --models cat.yaml --events cat.yaml")
+    assert outcome.code == 2
+    assert (tmp_path / "cat.yaml").read_text() == "a: {}"

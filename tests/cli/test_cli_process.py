@@ -82,7 +82,9 @@ def test_there_is_no_progress_without_a_terminal(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(os.name == "nt", reason="pipes close otherwise there")
 @pytest.mark.parametrize("arguments", [["models"], ["models", "--json"], ["size", "llama-2-13b"]])
-def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
+def test_a_reader_that_leaves_early_gets_no_verdict_and_no_traceback(
+    tmp_path: Path, arguments: list[str]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
     child = subprocess.run(
@@ -95,7 +97,7 @@ def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: list[
         check=False,
     )
     os.close(writing)
-    assert (child.returncode, child.stderr) == (0, b"")
+    assert (child.returncode, child.stderr) == (141, b"")  # no verdict was delivered
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
@@ -117,3 +119,20 @@ def test_shell_completion_is_there(tmp_path: Path) -> None:
     child = spawn(tmp_path, "--show-completion", "bash")
     assert child.returncode == 0
     assert b"kvplan" in child.stdout
+
+
+def test_a_termination_takes_unfinished_files_back(tmp_path: Path) -> None:
+    lines = [f'{{"arrival_s": {i / 50}, "input_tokens": 900, "output_tokens": 400}}\n' for i in range(4000)]
+    (tmp_path / "t.jsonl").write_text("".join(lines))
+    child = subprocess.Popen(
+        [sys.executable, "-m", "kvplan", "simulate", "t.jsonl", "--events", "e.jsonl"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    while not any(path.name.startswith(".e.jsonl") for path in tmp_path.iterdir()):
+        assert child.poll() is None, "the run ended before its output began"
+    child.terminate()
+    assert child.wait(timeout=60) == 143
+    assert [path.name for path in tmp_path.iterdir()] == ["t.jsonl"]

@@ -219,7 +219,7 @@ def test_a_warm_up_longer_than_the_run_leaves_every_figure_unknown() -> None:
     kv = metrics.kv_figures()
     assert kv.utilization == Utilization(None, None, None, None)
     assert (kv.token_share, kv.reserved_share, kv.internal_fragmentation) == (None, None, None)
-    assert metrics.batch_figures() == BatchFigures(None, 0, None, 0)
+    assert metrics.batch_figures() == BatchFigures(None, None, None, None)
     assert metrics.throughput() == Throughput(None, None, None)
     assert metrics.latency({}).ttft_s == Distribution(0)
     assert metrics.goodput(Slo(ttft_s=1.0)) == Goodput(None, None, Slo(ttft_s=1.0))

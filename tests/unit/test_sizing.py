@@ -276,10 +276,27 @@ def test_a_gpus_memory_less_weights_and_overhead_is_for_the_cache() -> None:
 )
 def test_a_verdict_that_depends_on_the_margin_is_uncertain(margin: Margin, blocks: int, fits: bool) -> None:
     # As above with overheads of 795,240,038 and 1,988,100,096: 9,436,148,204 and 8,243,288,146 bytes.
-    # 1100 sequences of one block each fit into the first only.
+    # 220 sequences of five blocks each fit into the first only.
     gpu = GpuBudget("a gpu", 1, 24 * GIB, "a test")
-    found = capacity(load_model("llama-2-7b"), deployment(seq=16, concurrency=1100, margin=margin), gpu)
+    found = capacity(load_model("llama-2-7b"), deployment(seq=80, concurrency=220, margin=margin), gpu)
     assert (found.num_gpu_blocks, found.fits, found.fits_confidence) == (blocks, fits, "uncertain")
+
+
+def test_more_sequences_than_the_scheduler_runs_are_never_resident_at_once() -> None:
+    gpu = GpuBudget("a gpu", 1, 24 * GIB, "a test")
+    found = capacity(load_model("llama-2-7b"), deployment(seq=16, concurrency=257), gpu)
+    assert not found.fits
+    assert found.reason == "257 sequences are never resident at once: max_num_seqs is 256"
+
+
+def test_a_given_pool_bypasses_the_budget_but_not_the_memory() -> None:
+    gpu = GpuBudget("a gpu", 1, 24 * GIB, "a test")
+    fitting, huge = (
+        capacity(load_model("llama-2-7b"), deployment(kv_cache_memory_bytes=size * GIB), gpu)
+        for size in (8, 16)
+    )
+    assert (fitting.fits, huge.fits) == (True, False)
+    assert huge.reason.startswith("weights and KV need ")
 
 
 def test_a_gpu_that_is_too_small_for_the_weights_has_no_blocks() -> None:
