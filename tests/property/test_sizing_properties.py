@@ -123,7 +123,8 @@ def test_more_memory_never_fits_less(
     # What is said to fit is what the concurrency says.
     per_sequence = blocks_for(deployed.seq, deployed.block_size)
     starts = blocks_for(deployed.max_model_len, deployed.block_size) <= small.usable_blocks
-    assert small.fits == (starts and small.concurrent_sequences >= deployed.concurrency)
+    runs = deployed.concurrency <= deployed.max_num_seqs
+    assert small.fits == (starts and runs and small.concurrent_sequences >= deployed.concurrency)
     assert small.headroom_bytes // kv.per_gpu.bytes_per_block == (
         small.usable_blocks - deployed.concurrency * per_sequence
     )
@@ -133,7 +134,7 @@ def test_more_memory_never_fits_less(
 def test_the_verdict_turns_at_exactly_one_number_of_blocks(spec: ModelSpec, deployed: Deployment) -> None:
     sequences = deployed.concurrency * blocks_for(deployed.seq, deployed.block_size)
     enough = 1 + max(sequences, blocks_for(deployed.max_model_len, deployed.block_size))
-    assert blocks_given(spec, deployed, enough)
+    assert blocks_given(spec, deployed, enough) == (deployed.concurrency <= deployed.max_num_seqs)
     assert not blocks_given(spec, deployed, enough - 1)
 
 
