@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
-    app.command("simulate", epilog="Example: kvplan simulate chat --model llama-3.1-8b --gpu l40s")(simulate)
+    app.command(
+        "simulate",
+        cls=shared.LightCommand,
+        epilog="Example: kvplan simulate chat --model llama-3.1-8b --gpu l40s",
+    )(simulate)
 
 
 def simulate(

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command(
-        "size", epilog="Example: kvplan size llama-2-13b --seq 4096 --concurrency 10 --gpu a100-80gb"
+        "size",
+        cls=shared.LightCommand,
+        epilog="Example: kvplan size llama-2-13b --seq 4096 --concurrency 10 --gpu a100-80gb",
     )(size)
 
 
