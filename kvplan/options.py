@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
@@ -263,7 +263,7 @@ class Resolver(Generic[Options]):
             self.settings[name] = Setting(default, source, given=False)
             return default
         self.settings[name] = Setting(value, self._origins.get(name, flag(name)), given=True)
-        return value  # type: ignore[no-any-return]  # of the field's own type
+        return cast("Value", value)  # set_option keeps each field to its own type
 
     def note(self, name: str, value: object, source: str, *, given: bool = False) -> None:
         """Record a setting that is not chosen but follows from others."""
