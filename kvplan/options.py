@@ -47,8 +47,24 @@ class ServingOptions:
     gpu: str | None = None
     gpu_memory: str | int | None = None
     tensor_parallel_size: int | None = None
+    pipeline_parallel_size: int | None = None
+    data_parallel_size: int | None = None
+    decode_context_parallel_size: int | None = None
+    enable_expert_parallel: bool | None = None
     dtype: str | None = None
+    quantization: str | None = None
     kv_cache_dtype: str | None = None
+    mamba_cache_dtype: str | None = None
+    mamba_ssm_cache_dtype: str | None = None
+    enable_prefix_caching: bool | None = None
+    disable_hybrid_kv_cache_manager: bool | None = None
+    async_scheduling: bool | None = None
+    num_speculative_tokens: int | None = None
+    speculative_method: str | None = None
+    speculative_model: str | None = None
+    enable_lora: bool | None = None
+    max_loras: int | None = None
+    max_lora_rank: int | None = None
     block_size: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_memory_bytes: str | int | None = None
@@ -107,7 +123,6 @@ class SimulateOptions(ServingOptions):
     """Options of `simulate`. Times are seconds."""
 
     model: str | None = None
-    enable_prefix_caching: bool | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int | None = None
     scheduling_policy: str | None = None
@@ -153,6 +168,12 @@ _POSITIVE = (
     "seq",
     "concurrency",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "num_speculative_tokens",
+    "max_loras",
+    "max_lora_rank",
     "block_size",
     "num_gpu_blocks_override",
     "max_num_seqs",
