@@ -14,8 +14,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
-from kvplan.core.attention import ATTENTION_KINDS, attention_layers
-from kvplan.core.model import Attention, FullAttention, ModelSpec, OtherAttention, WeightGroup, Weights
+from kvplan.core.attention import layer_caches
+from kvplan.core.kv_cache import KINDS, Cache, LayerCache
+from kvplan.core.model import ModelSpec, WeightGroup, Weights
 from kvplan.core.weights import weight_groups
 from kvplan.errors import InputError, unknown_name
 
@@ -37,7 +38,11 @@ _MAX_PARAMETERS = 10**15
 _LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attention_chunk_size"}
 _COUNTS = {
     "attn_layer_period",
+    "conv_L_cache",
+    "conv_dim",
+    "conv_kernel",
     "decoder_sparse_step",
+    "expand",
     "expansion_ratio",
     "full_attention_interval",
     "global_head_dim",
@@ -45,7 +50,22 @@ _COUNTS = {
     "hidden_size",
     "index_head_dim",
     "kv_lora_rank",
+    "linear_conv_kernel_dim",
+    "linear_key_head_dim",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_value_head_dim",
+    "mamba_d_conv",
+    "mamba_d_head",
+    "mamba_d_state",
+    "mamba_expand",
+    "mamba_head_dim",
+    "mamba_n_groups",
+    "mamba_n_heads",
+    "mamba_num_heads",
+    "max_source_positions",
     "moe_intermediate_size",
+    "n_groups",
     "moe_layer_interval",
     "no_rope_layer_interval",
     "num_attention_heads",
@@ -58,6 +78,11 @@ _COUNTS = {
     "num_ln_in_parallel_attn",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
+    "ssm_state_size",
+    "state_size",
+    "swa_head_dim",
+    "swa_num_key_value_heads",
+    "swa_v_head_dim",
     "v_head_dim",
     "word_embed_proj_dim",
 }
@@ -107,19 +132,23 @@ _LISTS = {
     "no_rope_layers",
 }
 _MAPPINGS = {"attn_config", "linear_attn_config", "quantization_config", "rope_parameters", "rope_scaling"}
-_TEXTS = {"dtype", "family", "hf_id", "hybrid_override_pattern", "model_type", "source"}
+_TEXTS = {
+    "dtype",
+    "family",
+    "hf_id",
+    "hybrid_override_pattern",
+    "mamba_ssm_cache_dtype",
+    "mamba_ssm_dtype",
+} | {
+    "model_type",
+    "source",
+}
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
 #: a window pattern may be a word, the last layer with experts may be -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
 _OTHERS = {"intermediate_size", "moe_layer_end_index", "parameters"} | _PATTERNS
-_STATE_HINTS = {"linear_conv_kernel_dim", "linear_num_value_heads", "mamba_d_state", "mamba_num_heads"} | {
-    "ssm_state_size"
-}
-
 #: Every field that is read, under its common name.
-FIELDS = frozenset(
-    _LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS | _STATE_HINTS
-)
+FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
 #: Every field that a catalogue entry may have: architectures' own names are as good as common ones.
 CATALOGUE_FIELDS = FIELDS | {"torch_dtype"} | {n for a in ARCHITECTURES.values() for n in a.names.values()}
 
@@ -180,7 +209,7 @@ def spec_from_config(
     name, architecture = _architecture(flat, origin)
     changes = {_common_name(key, architecture): value for key, value in (overrides or {}).items()}
     fields = read_fields(flat, architecture, changes, origin)
-    attention = _attention(fields, architecture, origin)
+    layers = _layers(fields, architecture, origin)
     if not set(changes) <= _WEIGHT_NEUTRAL:
         # A total that was counted for another shape says nothing about this one.
         stored = None
@@ -200,7 +229,7 @@ def spec_from_config(
         max_position_embeddings=number(fields, "max_position_embeddings") or None,
         rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
-        attention=attention,
+        layers=layers,
         weights=_weights(fields, weight_groups(name, fields), stored),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
@@ -425,53 +454,67 @@ def _as_error(
     return InputError(what, where=origin.of(), hint="; ".join(hints))
 
 
-def _attention(
+def _layers(
     fields: Mapping[str, object], architecture: Architecture, origin: Origin
-) -> tuple[Attention, ...]:
+) -> tuple[LayerCache, ...]:
     written = fields.get("attention")
     if isinstance(written, list):
-        return tuple(_written_attention(entry, fields, origin) for entry in written)
+        return _written_layers(written, fields, origin)
     try:
-        return attention_layers(fields, architecture)
+        return layer_caches(fields, architecture)
     except InputError as error:
         # The rules of attention do not know where the config was written.
         raise InputError(error.what, where=origin.of(), hint=error.hint) from None
 
 
-def _written_attention(entry: object, fields: Mapping[str, object], origin: Origin) -> Attention:
-    """One entry of a catalogue's ``attention``, such as {kind: full, layers: 8}."""
+def _written_layers(
+    entries: Sequence[object], fields: Mapping[str, object], origin: Origin
+) -> tuple[LayerCache, ...]:
+    """A catalogue's ``attention``: entries such as {kind: full, layers: 8}, one kind after the other."""
+    found: list[LayerCache] = []
+    for entry in entries:
+        cache, count = _written_cache(entry, fields, origin)
+        if len(found) + count > 2 * number(fields, "num_hidden_layers"):
+            raise InputError(
+                f"attention has more layers than num_hidden_layers, which is {fields['num_hidden_layers']}",
+                where=origin.of("attention"),
+                hint="give each kind as many layers as have it",
+            )
+        found += [LayerCache(len(found) + i, cache) for i in range(count)]
+    layers = number(fields, "num_hidden_layers")
+    return tuple(LayerCache(min(item.layer, layers - 1), item.cache) for item in found)
+
+
+def _written_cache(entry: object, fields: Mapping[str, object], origin: Origin) -> tuple[Cache, int]:
+    """One entry: its kind with the fields of that kind's class, and how many layers have it."""
     where = origin.of("attention")
-    allowed = {"kind", "layers", "num_kv_heads", "head_dim"}
-    if not isinstance(entry, Mapping) or not {"kind", "layers"} <= entry.keys() <= allowed:
+    if not isinstance(entry, Mapping) or not {"kind", "layers"} <= entry.keys():
         raise InputError(
             f"{_quoted(entry)} is no entry of attention",
             where=where,
             hint="write it as {kind: full, layers: 8}",
         )
     kind = entry["kind"]
-    if kind not in ATTENTION_KINDS:
-        raise unknown_name(
-            "attention kind", str(kind), ATTENTION_KINDS, where=where, listing=", ".join(ATTENTION_KINDS)
-        )
-    for name in allowed & entry.keys() - {"kind"}:
-        fault = _number_fault(name, entry[name])
+    if kind not in KINDS:
+        raise unknown_name("attention kind", str(kind), KINDS, where=where, listing=", ".join(KINDS))
+    wanted = KINDS[kind]._fields
+    values = {name: value for name, value in entry.items() if name not in ("kind", "layers")}
+    unknown = sorted(str(name) for name in values if name not in wanted)
+    if unknown:
+        raise unknown_name(f"field of {kind}", unknown[0], wanted, where=where)
+    for name, value in {**values, "layers": entry["layers"]}.items():
+        fault = None if name == "ssm_dtype" and value in _DTYPES else _number_fault(name, value)
         if fault:
             raise InputError(fault.what, where=where, hint=fault.hint)
-    layers = number(entry, "layers")
-    if layers > number(fields, "num_hidden_layers"):
+    for name, common in (("num_kv_heads", "num_key_value_heads"), ("head_dim", "head_dim")):
+        if kind in ("full", "sliding_window", "chunked_local", "cross"):
+            values.setdefault(name, fields[common])
+    lacks = [name for name in wanted if name not in values and name not in KINDS[kind]._field_defaults]
+    if lacks:
         raise InputError(
-            f"attention has {layers} layers of kind {kind}, num_hidden_layers is "
-            f"{fields['num_hidden_layers']}",
-            where=where,
-            hint="give each kind as many layers as have it",
+            f"{kind} attention lacks {', '.join(lacks)}", where=where, hint="add it to the entry"
         )
-    if kind != "full":
-        return OtherAttention(str(kind), layers)
-    return FullAttention(
-        layers=layers,
-        num_kv_heads=number(entry, "num_kv_heads", number(fields, "num_key_value_heads")),
-        head_dim=number(entry, "head_dim", number(fields, "head_dim")),
-    )
+    return KINDS[kind](**values), number(entry, "layers")
 
 
 def _is_rope_scaled(fields: Mapping[str, object]) -> bool:

@@ -136,14 +136,14 @@ class Report:
         table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention", keep_first=True)
         for m in models:
             parameters = m.weights.parameters
-            kinds = [a.kind for a in m.attention]
+            kinds = [(cache.kind, count) for cache, count in m.attention]
             table.add_row(
                 literal(m.name),
                 "unknown" if parameters is None else f"{parameters / 1e9:,.2f}",
                 str(m.num_layers),
                 f"{m.num_kv_heads} x {m.head_dim}",
                 format_count(m.max_position_embeddings),
-                ", ".join(kinds if len(kinds) == 1 else [f"{a.layers} {a.kind}" for a in m.attention]),
+                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds),
             )
         self.console.print(table)
 

@@ -7,35 +7,37 @@ states without saying in which layers is refused.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from kvplan.core.architectures import Architecture, number
-from kvplan.core.model import Attention, FullAttention, OtherAttention
+from kvplan.core.kv_cache import (
+    Cache,
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    GatedDeltaNet,
+    LatentAttention,
+    LayerCache,
+    LinearAttention,
+    Mamba1State,
+    Mamba2State,
+    ShortConv,
+    SlidingWindow,
+    SparseIndexer,
+)
 from kvplan.errors import InputError
 
-#: What one layer keeps: "full" or the kind of an `OtherAttention`; several where it has several caches,
-#: none for a layer that is only an MLP.
+#: What one layer keeps, by keys of `_CACHES`: several where it has several caches, none for a layer that is
+#: only an MLP or reads the cache of another.
 LayerKinds = tuple[str, ...]
-
-#: Every kind, by the name it has in a catalogue and in JSON.
-ATTENTION_KINDS = (
-    "full",
-    "mla",
-    "mla_sparse",
-    "sliding_window",
-    "chunked_local",
-    "state",
-    "cross",
-    "kv_shared",
-)
 
 _FULL: LayerKinds = ("full",)
 _SLIDING: LayerKinds = ("sliding_window",)
 _CHUNKED: LayerKinds = ("chunked_local",)
 _STATE: LayerKinds = ("state",)
 _CROSS: LayerKinds = ("cross",)
-_SHARED: LayerKinds = ("kv_shared",)
+_LATENT: LayerKinds = ("mla",)
+_SPARSE: LayerKinds = ("mla", "indexer")
 
 #: Words of ``layer_types`` (transformers 5.24.0, configuration_utils.py ALLOWED_LAYER_TYPES) and of the
 #: older lists ``layers_block_type`` (Jamba, Zamba, Bamba) and ``block_types`` (RecurrentGemma).
@@ -73,33 +75,32 @@ _STATE_FIELDS = (
 )
 
 
-def attention_layers(config: Mapping[str, object], architecture: Architecture) -> tuple[Attention, ...]:
-    """The attention of a model, layers of one kind together, those of full attention first.
+def layer_caches(config: Mapping[str, object], architecture: Architecture) -> tuple[LayerCache, ...]:
+    """What each layer of a model keeps, by layer.
 
     ``config`` has the fields of a Hugging Face config under Llama's names. Raises `InputError` for a
     layer pattern that cannot be read.
     """
-    layers = number(config, "num_hidden_layers")
-    if config.get("kv_lora_rank") is not None and config.get("linear_attn_config") is None:
-        kind = "mla" if config.get("index_head_dim") is None else "mla_sparse"
-        return (OtherAttention(kind, layers),)
-    counts = Counter(kind for kinds in layer_kinds(config, architecture) for kind in kinds)
-    found: list[Attention] = []
-    full = counts.pop("full", 0)
-    if full:
-        found.append(_full_attention(config, full))
-    found.extend(OtherAttention(kind, number_of) for kind, number_of in counts.items())
+    made: dict[str, Cache] = {}
+    found = []
+    for layer, kinds in enumerate(layer_kinds(config, architecture)):
+        for kind in kinds:
+            if kind not in made:
+                made[kind] = _CACHES[kind](config)
+            found.append(LayerCache(layer, made[kind]))
     return tuple(found)
 
 
 def layer_kinds(config: Mapping[str, object], architecture: Architecture) -> tuple[LayerKinds, ...]:
     """What each layer keeps, first layer first."""
     layers = number(config, "num_hidden_layers")
+    if config.get("kv_lora_rank") is not None and config.get("linear_attn_config") is None:
+        return (_LATENT if config.get("index_head_dim") is None else _SPARSE,) * layers
     kinds = list(_written_pattern(config, layers) or _implied_pattern(config, architecture, layers))
     shared = number(config, "num_kv_shared_layers")
     if shared:
         # Gemma-3n and Gemma-4 E: the last layers read the cache of an earlier one.
-        kinds[max(0, layers - shared) :] = [_SHARED] * min(shared, layers)
+        kinds[max(0, layers - shared) :] = [()] * min(shared, layers)
     cross = config.get("cross_attention_layers")
     if isinstance(cross, Sequence) and not isinstance(cross, str):
         kinds = [_CROSS if i in cross else kind for i, kind in enumerate(kinds)]
@@ -200,13 +201,114 @@ def _sliding_pattern(
     return [_FULL if i < first else _SLIDING for i in range(layers)]
 
 
-def _full_attention(config: Mapping[str, object], layers: int) -> FullAttention:
+def _full_attention(config: Mapping[str, object]) -> Cache:
     """Full layers; Gemma-4 gives them other heads than the sliding ones."""
-    head_dim = number(config, "global_head_dim") or number(config, "head_dim")
-    kv_heads = number(config, "num_global_key_value_heads") or number(config, "num_key_value_heads")
     return FullAttention(
-        layers=layers,
-        num_kv_heads=kv_heads,
-        head_dim=head_dim,
-        value_head_dim=number(config, "v_head_dim") or None,
+        num_kv_heads=number(config, "num_global_key_value_heads") or number(config, "num_key_value_heads"),
+        head_dim=number(config, "global_head_dim") or number(config, "head_dim"),
+        value_head_dim=_other_value_size(config, "v_head_dim", "head_dim"),
+    )
+
+
+def _sliding_window(config: Mapping[str, object]) -> Cache:
+    """Sliding layers; MiMo-V2 gives them heads of their own."""
+    return SlidingWindow(
+        num_kv_heads=number(config, "swa_num_key_value_heads") or number(config, "num_key_value_heads"),
+        head_dim=number(config, "swa_head_dim") or number(config, "head_dim"),
+        window=_required(config, "sliding_window"),
+        value_head_dim=_other_value_size(config, "swa_v_head_dim", "swa_head_dim")
+        or _other_value_size(config, "v_head_dim", "head_dim"),
+    )
+
+
+def _chunked_local(config: Mapping[str, object]) -> Cache:
+    return ChunkedLocal(
+        number(config, "num_key_value_heads"),
+        number(config, "head_dim"),
+        _required(config, "attention_chunk_size"),
+    )
+
+
+def _cross_attention(config: Mapping[str, object]) -> Cache:
+    return CrossAttention(
+        number(config, "num_key_value_heads"),
+        number(config, "head_dim"),
+        number(config, "max_source_positions") or None,
+    )
+
+
+def _latent(config: Mapping[str, object]) -> Cache:
+    return LatentAttention(_required(config, "kv_lora_rank"), _required(config, "qk_rope_head_dim"))
+
+
+def _indexer(config: Mapping[str, object]) -> Cache:
+    return SparseIndexer(_required(config, "index_head_dim"))
+
+
+def _state(config: Mapping[str, object]) -> Cache:
+    """The state of a layer, told by the fields that only its kind has."""
+    if config.get("linear_num_value_heads") is not None:
+        dtype = config.get("mamba_ssm_dtype")
+        return GatedDeltaNet(
+            num_key_heads=_required(config, "linear_num_key_heads"),
+            key_head_dim=_required(config, "linear_key_head_dim"),
+            num_value_heads=_required(config, "linear_num_value_heads"),
+            value_head_dim=_required(config, "linear_value_head_dim"),
+            conv_kernel=_required(config, "linear_conv_kernel_dim"),
+            ssm_dtype=dtype if isinstance(dtype, str) else None,
+        )
+    if config.get("conv_L_cache") is not None:
+        return ShortConv(
+            number(config, "conv_dim") or number(config, "hidden_size"), _required(config, "conv_L_cache")
+        )
+    if config.get("attn_type_list") is not None:
+        return LinearAttention(number(config, "num_attention_heads"), number(config, "head_dim"))
+    heads = number(config, "mamba_num_heads") or number(config, "mamba_n_heads")
+    if heads:
+        return _mamba2(config, heads)
+    expand = number(config, "mamba_expand") or number(config, "expand", 2)
+    return Mamba1State(
+        intermediate_size=expand * number(config, "hidden_size"),
+        state_size=_required(config, "mamba_d_state", "ssm_state_size", "state_size"),
+        conv_kernel=_required(config, "mamba_d_conv", "conv_kernel"),
+    )
+
+
+def _mamba2(config: Mapping[str, object], heads: int) -> Cache:
+    dtype = config.get("mamba_ssm_cache_dtype")
+    return Mamba2State(
+        num_heads=heads,
+        head_dim=_required(config, "mamba_head_dim", "mamba_d_head"),
+        state_size=_required(config, "ssm_state_size", "mamba_d_state"),
+        num_groups=_required(config, "n_groups", "mamba_n_groups"),
+        conv_kernel=_required(config, "conv_kernel", "mamba_d_conv"),
+        ssm_dtype=dtype if isinstance(dtype, str) else None,
+    )
+
+
+_CACHES: Mapping[str, Callable[[Mapping[str, object]], Cache]] = {
+    "full": _full_attention,
+    "sliding_window": _sliding_window,
+    "chunked_local": _chunked_local,
+    "cross": _cross_attention,
+    "mla": _latent,
+    "indexer": _indexer,
+    "state": _state,
+}
+
+
+def _other_value_size(config: Mapping[str, object], value: str, key: str) -> int | None:
+    size = number(config, value)
+    return size if size and size != number(config, key) else None
+
+
+def _required(config: Mapping[str, object], *names: str) -> int:
+    """The first of these fields that is there."""
+    for name in names:
+        value = number(config, name)
+        if value:
+            return value
+    raise InputError(
+        f"{' or '.join(names)} is missing: what its layers keep cannot be told",
+        hint="add it as the model's config.json has it, or with --set",
     )
