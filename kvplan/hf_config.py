@@ -16,8 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
 from kvplan.core.attention import layer_caches
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
-from kvplan.core.model import ModelSpec, WeightGroup, Weights
-from kvplan.core.weights import weight_groups
+from kvplan.core.layouts import weight_groups
+from kvplan.core.model import ModelSpec
+from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -400,7 +401,7 @@ def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> l
         required.append("max_position_embeddings")
     if experts:
         required.extend(_REQUIRED_BY_EXPERTS)
-    if layout and not (experts and experts.layers(fields) >= number(fields, "num_hidden_layers")):
+    if layout and not (experts and len([*experts.layers(fields)]) >= number(fields, "num_hidden_layers")):
         required.append("intermediate_size")
     faults = [
         _Fault(name, f"{name} is missing", "add it as the model's config.json has it")
@@ -546,7 +547,7 @@ def _weights(
     fields: Mapping[str, object], groups: tuple[WeightGroup, ...], stored: StoredWeights | None
 ) -> Weights:
     quantization = _quantization(fields)
-    counted = sum(group.elements for group in groups) if groups else None
+    counted = parameters_of(groups) if groups else None
     if stored:
         # Quantized files pack several weights into one element and add scales: their count says little.
         parameters = stored.parameters if quantization is None else counted

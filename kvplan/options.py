@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
 from kvplan.core.gpu import Gpu
-from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
+from kvplan.core.model import KV_DTYPE_BYTES, ModelSpec
 from kvplan.core.sizing import (
     DEFAULT_BLOCK_SIZE,
     DEFAULT_GPU_MEMORY_UTILIZATION,
@@ -23,6 +23,7 @@ from kvplan.core.sizing import (
     check_tensor_parallel,
     default_batch_limits,
 )
+from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError, unknown_name
 from kvplan.units import parse_size
 

@@ -8,7 +8,7 @@ older config calls them. Source of layouts, field names and defaults: transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,9 @@ Flag = bool | tuple[str, bool]
 #: A count that follows from the config.
 CountRule = Callable[[Config], int]
 
+#: Layers that follow from the config, by their index.
+LayerRule = Callable[[Config], Iterable[int]]
+
 
 class Experts(NamedTuple):
     """The routed experts of a mixture-of-experts model, each a gated MLP.
@@ -28,8 +31,8 @@ class Experts(NamedTuple):
     Fields read: ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
     """
 
-    #: How many layers have experts; the others have the dense MLP.
-    layers: CountRule
+    #: Which layers have experts; the others have the dense MLP.
+    layers: LayerRule
     #: Width of all shared experts of one layer together.
     shared_width: CountRule | None = None
     #: A gate of one output before the shared expert (Qwen2-MoE).
@@ -64,6 +67,8 @@ class Layout(NamedTuple):
     #: ``tie_word_embeddings`` where the config does not say.
     tied: bool = False
     head_bias: Flag = False
+    #: vLLM builds the vocabulary's table on every stage of a pipeline, not only where it is used.
+    every_stage_embeds: bool = False
 
 
 class Architecture(NamedTuple):
@@ -101,31 +106,29 @@ def is_on(config: Config, flag: Flag) -> bool:
     return default if value is None else bool(value)
 
 
-def _all_layers(config: Config) -> int:
-    return number(config, "num_hidden_layers")
+def _all_layers(config: Config) -> range:
+    return range(number(config, "num_hidden_layers"))
 
 
-def _after_first_dense(config: Config) -> int:
-    return number(config, "num_hidden_layers") - number(config, "first_k_dense_replace")
+def _after_first_dense(config: Config) -> range:
+    return range(number(config, "first_k_dense_replace"), number(config, "num_hidden_layers"))
 
 
-def _qwen_sparse_layers(config: Config) -> int:
+def _qwen_sparse_layers(config: Config) -> list[int]:
     """Every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
     step = number(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers")
     only_mlp = set(dense) if isinstance(dense, list) else set()
-    return sum(
-        1 for i in range(number(config, "num_hidden_layers")) if i not in only_mlp and (i + 1) % step == 0
-    )
+    return [i for i in _all_layers(config) if i not in only_mlp and (i + 1) % step == 0]
 
 
-def _ernie_sparse_layers(config: Config) -> int:
+def _ernie_sparse_layers(config: Config) -> list[int]:
     """Each ``moe_layer_interval``-th layer from the start index to the end index, -1 being the last."""
-    layers = number(config, "num_hidden_layers")
     first, last = number(config, "moe_layer_start_index", 1), number(config, "moe_layer_end_index", -1)
     interval = number(config, "moe_layer_interval", 1)
-    last = layers - 1 if last == -1 else last
-    return sum(1 for i in range(layers) if first <= i <= last and (i + 1) % interval == 0)
+    layers = _all_layers(config)
+    last = len(layers) - 1 if last == -1 else last
+    return [i for i in layers if first <= i <= last and (i + 1) % interval == 0]
 
 
 def _shared_by_count(count_field: str, default: int) -> CountRule:
@@ -170,10 +173,17 @@ _USE_BIAS = ("use_bias", False)
 _LLAMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False))
 _QWEN2 = Layout(qkv_bias=True)
 _QWEN3 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head")
-_GEMMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True)
-_GEMMA2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, norms_per_layer=4, tied=True)
+_GEMMA = Layout(every_stage_embeds=True, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True)
+_GEMMA2 = Layout(
+    every_stage_embeds=True,
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    norms_per_layer=4,
+    tied=True,
+)
 _OLMO2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="all_heads")
 _GPT2 = Layout(
+    every_stage_embeds=True,
     norm="weight+bias",
     qkv_bias=True,
     output_bias=True,
@@ -210,7 +220,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "MixtralForCausalLM": Architecture(
         family="mixtral",
-        layout=Layout(experts=Experts(layers=_all_layers)),
+        layout=Layout(experts=Experts(layers=_all_layers), every_stage_embeds=True),
         names=_LOCAL_EXPERTS,
         defaults={"num_key_value_heads": 8},
     ),
@@ -222,6 +232,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "Qwen2MoeForCausalLM": Architecture(
         family="qwen2_moe",
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=("qkv_bias", True),
             experts=Experts(
                 layers=_qwen_sparse_layers,
@@ -239,6 +250,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "Qwen3MoeForCausalLM": Architecture(
         family="qwen3_moe",
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
             qk_norm="head",
@@ -257,6 +269,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "PhimoeForCausalLM": Architecture(
         family="phimoe",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
@@ -332,6 +345,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "StableLmForCausalLM": Architecture(
         family="stablelm",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             norms_per_layer=lambda config: 1 if is_on(config, ("use_parallel_residual", False)) else 2,
             qkv_bias=("use_qkv_bias", False),
@@ -344,6 +358,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "CohereForCausalLM": Architecture(
         family="cohere",
         layout=Layout(
+            every_stage_embeds=True,
             norms_per_layer=1,
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
@@ -367,6 +382,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "FalconForCausalLM": Architecture(
         family="falcon",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             norms_per_layer=_falcon_norms,
             qkv_bias=("bias", False),
@@ -396,6 +412,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "BloomForCausalLM": Architecture(
         family="bloom",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             embedding_norm=True,
             qkv_bias=True,
@@ -410,6 +427,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "OPTForCausalLM": Architecture(
         family="opt",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             # opt-350m norms after attention and has no final norm.
             final_norm=lambda config: is_on(config, ("do_layer_norm_before", True)),
@@ -429,7 +447,14 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "GPTJForCausalLM": Architecture(
         family="gptj",
-        layout=Layout(norm="weight+bias", norms_per_layer=1, gated_mlp=False, mlp_bias=True, head_bias=True),
+        layout=Layout(
+            every_stage_embeds=True,
+            norm="weight+bias",
+            norms_per_layer=1,
+            gated_mlp=False,
+            mlp_bias=True,
+            head_bias=True,
+        ),
         names=_GPT2_NAMES,
         mlp_ratio=4,
     ),
@@ -455,7 +480,8 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     # internlm/internlm2-20b modeling_internlm2.py: wqkv and wo share one flag.
     "InternLM2ForCausalLM": Architecture(
-        family="internlm2", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
+        family="internlm2",
+        layout=Layout(every_stage_embeds=True, qkv_bias=("bias", True), output_bias=("bias", True)),
     ),
     # Qwen/Qwen-72B modeling_qwen.py: c_attn has a bias, w1 and w2 are intermediate_size / 2 wide.
     "QWenLMHeadModel": Architecture(
@@ -483,6 +509,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "Gemma3ForCausalLM": Architecture(
         family="gemma3",
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
             norms_per_layer=4,
@@ -505,7 +532,13 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Cohere2ForCausalLM": Architecture(
         family="cohere2",
-        layout=Layout(norms_per_layer=1, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True),
+        layout=Layout(
+            every_stage_embeds=True,
+            norms_per_layer=1,
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            tied=True,
+        ),
         defaults={"sliding_window": 4096},
         full_every=4,
     ),
@@ -515,6 +548,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "GptOssForCausalLM": Architecture(
         family="gpt_oss",
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=("attention_bias", True),
             output_bias=("attention_bias", True),
             attention_sinks=True,

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
-
-#: Bytes of one stored element, by the names that vLLM and Hugging Face configs use.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Forms of the KV cache and what one element of a plain form takes. Per-tensor fp8 scales live with the
 #: weights; the other forms without a width pack their scales beside each head or latent.

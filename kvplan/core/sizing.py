@@ -10,7 +10,8 @@ import math
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
-from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
+from kvplan.core.model import KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
+from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
 
 Margin = Literal["low", "mid", "high"]
