@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
 from kvplan.core.attention import layer_caches
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
-from kvplan.core.layouts import weight_groups
+from kvplan.core.layouts import mlp_of, weight_groups
 from kvplan.core.model import ModelSpec
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
@@ -39,6 +39,7 @@ _MAX_PARAMETERS = 10**15
 _LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attention_chunk_size"}
 _COUNTS = {
     "attn_layer_period",
+    "chunk_size",
     "conv_L_cache",
     "conv_dim",
     "conv_kernel",
@@ -56,6 +57,7 @@ _COUNTS = {
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
+    "mamba_chunk_size",
     "mamba_d_conv",
     "mamba_d_head",
     "mamba_d_state",
@@ -235,6 +237,8 @@ def spec_from_config(
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
+        mlp=mlp_of(architecture.layout, fields),
+        mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from kvplan.core.architectures import ARCHITECTURES, Config, Layout, is_on, number
+from kvplan.core.model import Mlp
 from kvplan.core.weights import Kind, Place, Split, WeightGroup
 from kvplan.errors import InputError
 
@@ -34,6 +35,25 @@ def weight_groups(architecture: str, config: Config) -> tuple[WeightGroup, ...]:
     sheet = Sheet(config)
     decoder(sheet, known.layout)
     return sheet.groups()
+
+
+def mlp_of(layout: Layout | None, config: Config) -> Mlp | None:
+    """The feed-forward part of the layers; None where the config has no width. ``config`` as for `weight_groups`."""
+    experts = layout.experts if layout else None
+    sparse = experts.layers(config) if experts else 0
+    width = config.get("intermediate_size")
+    dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
+    if not sparse and not dense:
+        return None
+    if sparse == number(config, "num_hidden_layers"):
+        dense = 0
+    shared = experts.shared_width(config) if experts and experts.shared_width and sparse else 0
+    return Mlp(
+        width=max(dense, shared),
+        gated=layout is None or layout.gated_mlp,
+        expert_width=number(config, "moe_intermediate_size") if sparse else 0,
+        experts_per_token=number(config, "num_experts_per_tok") if sparse else 0,
+    )
 
 
 class Sheet:

@@ -3,9 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplan.core.kv_cache import Cache, LayerCache, describe
 from kvplan.core.weights import Weights
+
+
+class Mlp(NamedTuple):
+    """The feed-forward part of a layer. ``width`` is that of one half of a gated MLP, shared experts included.
+
+    ``expert_width`` is that of one routed expert, of which a token uses ``experts_per_token``; 0 and 0 without.
+    """
+
+    width: int
+    gated: bool = True
+    expert_width: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +48,12 @@ class ModelSpec:
     aliases: tuple[str, ...] = ()
     #: Caches of the model's own layers for multi-token prediction, which only drafts use.
     draft_layers: tuple[LayerCache, ...] = ()
+    #: None where the config does not say.
+    mlp: Mlp | None = None
+    #: What the checkpoint says its KV cache is to be stored in, such as fp8; None: nothing.
+    kv_cache_dtype: str | None = None
+    #: Tokens that a Mamba kernel works on at once.
+    mamba_chunk_size: int = 2048
 
     @property
     def attention(self) -> tuple[tuple[Cache, int], ...]:
