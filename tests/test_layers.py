@@ -23,12 +23,19 @@ CORE = [name for name in SOURCES if name.startswith("kvplan.core.")]
 #: from the other chain nothing: they meet in whole numbers. The allocator never learns what a model is.
 MEMORY = {
     "gpu": 0,
-    "architectures": 0,
     "weights": 0,
-    "layouts": 1,
-    "model": 1,
+    "kv_cache": 1,
+    "architectures": 1,
+    "kv_groups": 2,
+    "model": 2,
     "attention": 2,
-    "sizing": 3,
+    "vllm_rules": 3,
+    "layouts": 3,
+    "deployment": 3,
+    "overhead": 4,
+    "pool": 4,
+    "sizing": 5,
+    "explain": 6,
 }
 SCHEDULING = {
     "request": 0,

@@ -68,7 +68,8 @@ def _group_lines(kv: KvSizes) -> list[str]:
         )
     blocks = sum(group.blocks_per_sequence for group in kv.groups)
     lines.append(
-        f"bytes per block = the widest group's = {kv.bytes_per_block:,}; blocks of the sequence, all groups = {blocks:,}"
+        f"bytes per block = the widest group's = {kv.bytes_per_block:,}; blocks of the sequence in all groups = "
+        f"{blocks:,}"
     )
     return lines
 

@@ -22,10 +22,10 @@ _MIB = 1 << 20
 _GIB = 1 << 30
 
 #: Bytes that the sampler holds for each sequence and vocabulary entry, beside the logits in the model's dtype
-#: (v1/sample/ops/topk_topp_sampler.py). Sorting until 0.16: logits, sorted values and indices in 4 + 4 + 8 bytes, and
-#: 20.2 of PyTorch's segmented sort, read off six logs of 0.8 to 0.16 on H100 and RTX 4090, within 0.1. A Triton kernel from
-#: 0.17: logits, probabilities and noise in 4 bytes each, and its buffer. FlashInfer from 0.21: logits, masked logits and
-#: probabilities in 4 bytes each.
+#: (v1/sample/ops/topk_topp_sampler.py). Sorting, until 0.16: logits, sorted values and indices in 4 + 4 + 8 bytes, and
+#: 20.2 of PyTorch's segmented sort, read off nine logs of 0.7 to 0.16, which agree within 0.1. A Triton kernel, from
+#: 0.17: logits, probabilities and noise in 4 bytes each, and its buffer. FlashInfer, from 0.21: logits, masked logits
+#: and probabilities in 4 bytes each.
 _SORTING_TENTHS = 362
 _THREE_COPIES = 12
 _TRITON_FROM_ROWS = 8
@@ -102,8 +102,8 @@ def estimate_overhead(
 
     ``version`` is vLLM's, such as ``0.19`` or ``0.19.1``; ``dtype`` that of the model unless given. ``multimodal``:
     inputs other than text are profiled too; None: as the architecture's name says. ``uses_v2_runner``: which of the
-    two model runners; None: the version's default for this model. ``compute_capability`` and ``num_sms`` are the GPU's; None
-    is taken for an older, small GPU. Raises `InputError` for a version that is not one.
+    two model runners; None: the version's default for this model. ``compute_capability`` and ``num_sms`` are the
+    GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
     """
     release = _release(version)
     sequences = min(max_num_seqs, max_num_batched_tokens)
@@ -154,9 +154,9 @@ def estimate_overhead(
     runtime = (_CONTEXT_FROM_0_18 if release >= (0, 18) else _CONTEXT)[modern] + communication
     cuda_graphs = graphs if counted else 0
     total = activations + cuda_graphs + runtime
-    # Activations are counted and miss by a few per cent; the rest is a guess that was seen wrong by half.
-    low = activations * 85 // 100 + cuda_graphs * 3 // 10 + runtime // 2
-    high = activations * 115 // 100 + cuda_graphs * 18 // 10 + runtime * 15 // 10 + 15 * _GIB // 100
+    # Activations are counted and miss by a few per cent; graphs and runtime were seen wrong by half.
+    low = activations * 92 // 100 + cuda_graphs * 3 // 10 + runtime // 2
+    high = activations * 108 // 100 + cuda_graphs * 18 // 10 + runtime * 15 // 10 + _GIB // 5
     if multimodal:
         # A tower may work on more than it hands over: a quarter more of the forward pass.
         high += max(hidden, forward // 4)
@@ -174,8 +174,8 @@ def estimate_overhead(
 def runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
     """Whether the version's default for this model is the second model runner.
 
-    config/vllm.py ``use_v2_model_runner``: a list of architectures in 0.23 and 0.24, dense models without states and a few
-    others from 0.25, all since 0.28 at the latest (0.33 is known, the releases between are not).
+    config/vllm.py ``use_v2_model_runner``: a list of architectures in 0.24 (0.23 fits a log), dense models without
+    states and a few others in 0.26, all in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed.
     """
     if release < (0, 23):
         return False
