@@ -200,6 +200,7 @@ def _deployment(
             num_speculative_tokens=drafts.tokens,
             mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype"),
             mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype"),
+            latent_row_multiple=rules.latent_row_multiple,
             encoder_tokens=batch,
         ),
         engine=engine.name,

@@ -17,7 +17,7 @@ from kvplan.core.kv_groups import GroupRules
 from kvplan.errors import InputError
 
 NEWEST = (0, 33)
-_OLDEST = (0, 8)
+_OLDEST = (0, 6)
 
 #: How a version of vLLM counts the tokens of its start-up line: blocks of one group, blocks shared out among the
 #: groups, or the concurrency it prints times the longest length.
@@ -71,6 +71,11 @@ class VllmRules(NamedTuple):
     def async_scheduling(self) -> bool:
         """The default of ``--async-scheduling``."""
         return self.number >= (0, 19)
+
+    @property
+    def latent_row_multiple(self) -> int:
+        """Elements that a latent's row is padded to a multiple of: 256 bytes of 2 in 0.7 (seen in its logs)."""
+        return 128 if self.number == (0, 7) else 1
 
     @property
     def scales_yarn(self) -> bool:
