@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
 from kvplan.core.attention import layer_caches
+from kvplan.core.families import weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
-from kvplan.core.layouts import mlp_of, weight_groups
+from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
@@ -72,8 +73,6 @@ _COUNTS = {
     "moe_layer_interval",
     "no_rope_layer_interval",
     "num_attention_heads",
-    "num_experts",
-    "num_experts_per_tok",
     "num_global_key_value_heads",
     "num_hidden_layers",
     "num_key_value_heads",
@@ -97,6 +96,8 @@ _COUNTS_FROM_ZERO = {
     "moe_layer_start_index",
     "moe_num_shared_experts",
     "n_shared_experts",
+    "num_experts",
+    "num_experts_per_tok",
     "num_kv_shared_layers",
     "shared_expert_intermediate_size",
 }
@@ -233,7 +234,7 @@ def spec_from_config(
         rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(fields, weight_groups(name, fields), stored),
+        weights=_weights(fields, _counted_groups(name, fields, origin), stored),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
@@ -398,8 +399,9 @@ def _complete(fields: dict[str, object], architecture: Architecture) -> None:
 
 def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> list[_Fault]:
     """What is missing, and what does not go together."""
-    layout = architecture.layout
-    experts = layout.experts if layout else None
+    # A total that is written need not be counted.
+    layout = architecture.layout if fields.get("parameters") is None else None
+    experts = layout.experts if layout and fields.get("num_experts") != 0 else None
     required = list(_REQUIRED)
     if layout and layout.position_offset is not None:
         required.append("max_position_embeddings")
@@ -545,6 +547,18 @@ def _served_dtype(fields: Mapping[str, object], stored: StoredWeights | None) ->
     else:
         dtype = (stored.dtype if stored else None) or "float32"
     return SERVED_FOR_FLOAT32 if dtype == "float32" else dtype
+
+
+def _counted_groups(
+    architecture: str, fields: Mapping[str, object], origin: Origin
+) -> tuple[WeightGroup, ...]:
+    """The weights, listed; none where a size is missing from a config that gives the total itself."""
+    try:
+        return weight_groups(architecture, fields)
+    except InputError as error:
+        if fields.get("parameters") is not None:
+            return ()
+        raise InputError(error.what, where=origin.of(), hint=error.hint) from None
 
 
 def _weights(

@@ -37,8 +37,8 @@ class Experts(NamedTuple):
     shared_width: CountRule | None = None
     #: A gate of one output before the shared expert (Qwen2-MoE).
     shared_gate: bool = False
-    #: One correction per expert and layer that is stored as a parameter (Ernie 4.5).
-    correction: bool = False
+    #: One correction per expert and layer, in float32: a parameter in transformers (Ernie 4.5) or a buffer.
+    correction: Literal["parameter", "buffer"] | None = None
     #: Biases in the experts and in the router (gpt-oss).
     biases: bool = False
 
@@ -131,6 +131,39 @@ def _ernie_sparse_layers(config: Config) -> list[int]:
     return [i for i in layers if first <= i <= last and (i + 1) % interval == 0]
 
 
+def _moe_frequency_layers(config: Config) -> list[int]:
+    """The layers after the first dense ones, each ``moe_layer_freq``-th, or those that a list of it marks."""
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return [i for i, mark in enumerate(frequency) if mark]
+    every = frequency if isinstance(frequency, int) and frequency > 0 else 1
+    return [i for i in _after_first_dense(config) if i % every == 0]
+
+
+def _interleaved_layers(config: Config) -> list[int]:
+    """Llama-4: the last layer of each ``interleave_moe_layer_step``, or those that ``moe_layers`` lists."""
+    listed = config.get("moe_layers")
+    if isinstance(listed, list):
+        return [i for i in listed if isinstance(i, int)]
+    step = number(config, "interleave_moe_layer_step", 1) or 1
+    return [*_all_layers(config)][step - 1 :: step]
+
+
+def _periodic_layers(config: Config) -> list[int]:
+    """Jamba: one layer with experts in each ``expert_layer_period``."""
+    period, offset = number(config, "expert_layer_period", 2), number(config, "expert_layer_offset", 1)
+    return [i for i in _all_layers(config) if period and i % period == offset]
+
+
+def _after_first(field: str) -> LayerRule:
+    """The layers after as many dense ones as a field says."""
+    return lambda config: range(number(config, field), number(config, "num_hidden_layers"))
+
+
+def _width(field: str) -> CountRule:
+    return lambda config: number(config, field)
+
+
 def _shared_by_count(count_field: str, default: int) -> CountRule:
     return lambda config: number(config, count_field, default) * number(config, "moe_intermediate_size")
 
@@ -150,6 +183,15 @@ def _falcon_kv_heads(config: Config) -> int:
     if is_on(config, ("new_decoder_architecture", False)):
         return number(config, "num_kv_heads", heads)
     return 1 if is_on(config, ("multi_query", True)) else heads
+
+
+def _chatglm_kv_heads(config: Config) -> int:
+    heads = number(config, "num_attention_heads")
+    return (
+        number(config, "multi_query_group_num", heads)
+        if is_on(config, ("multi_query_attention", False))
+        else heads
+    )
 
 
 def _bigcode_kv_heads(config: Config) -> int:
@@ -181,6 +223,14 @@ _GEMMA2 = Layout(
     norms_per_layer=4,
     tied=True,
 )
+_GEMMA3 = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    norms_per_layer=4,
+    qk_norm="head",
+    tied=True,
+    every_stage_embeds=True,
+)
 _OLMO2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="all_heads")
 _GPT2 = Layout(
     every_stage_embeds=True,
@@ -191,6 +241,42 @@ _GPT2 = Layout(
     mlp_bias=True,
     position_offset=0,
     tied=True,
+)
+
+_DEEPSEEK = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    experts=Experts(
+        layers=_moe_frequency_layers,
+        shared_width=_shared_by_count("n_shared_experts", 0),
+        correction="buffer",
+    ),
+)
+_DEEPSEEK_V2_EXPERTS = Experts(
+    layers=_moe_frequency_layers, shared_width=_shared_by_count("n_shared_experts", 0)
+)
+_MINIMAX = Layout(experts=Experts(layers=_all_layers))
+_QWEN3_MOE = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    qk_norm="head",
+    experts=Experts(layers=_qwen_sparse_layers),
+    every_stage_embeds=True,
+)
+_QWEN3_NEXT = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    experts=Experts(
+        layers=_qwen_sparse_layers, shared_width=_width("shared_expert_intermediate_size"), shared_gate=True
+    ),
+    every_stage_embeds=True,
+)
+_BART = Layout(
+    norm="weight+bias",
+    final_norm=False,
+    embedding_norm=True,
+    position_offset=2,
+    tied=True,
+    every_stage_embeds=True,
 )
 
 _GPT2_NAMES = {
@@ -249,13 +335,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Qwen3MoeForCausalLM": Architecture(
         family="qwen3_moe",
-        layout=Layout(
-            every_stage_embeds=True,
-            qkv_bias=_ATTENTION_BIAS,
-            output_bias=_ATTENTION_BIAS,
-            qk_norm="head",
-            experts=Experts(layers=_qwen_sparse_layers),
-        ),
+        layout=_QWEN3_MOE,
         defaults=_SLIDING_BY_FLAG | {"num_key_value_heads": 4},
     ),
     # The first multi-token-prediction layer that the hub's config adds is not counted.
@@ -302,14 +382,18 @@ _BY_CLASS: dict[str, Architecture] = {
             qkv_bias=_ATTENTION_BIAS,
             qk_norm="head",
             qk_norm_if=("use_qk_norm", False),
-            experts=Experts(layers=_after_first_dense, shared_width=_shared_by_count("n_shared_experts", 1)),
+            experts=Experts(
+                layers=_after_first_dense,
+                shared_width=_shared_by_count("n_shared_experts", 1),
+                correction="buffer",
+            ),
         ),
         names=_ROUTED_EXPERTS,
         defaults={"first_k_dense_replace": 1, "num_key_value_heads": 8},
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         family="minimax_m2",
-        layout=Layout(qk_norm="all_heads", experts=Experts(layers=_all_layers)),
+        layout=Layout(qk_norm="all_heads", experts=Experts(layers=_all_layers, correction="buffer")),
         names=_LOCAL_EXPERTS,
         defaults={"num_key_value_heads": 8},
     ),
@@ -329,7 +413,7 @@ _BY_CLASS: dict[str, Architecture] = {
             experts=Experts(
                 layers=_ernie_sparse_layers,
                 shared_width=_shared_by_count("moe_num_shared_experts", 2),
-                correction=True,
+                correction="parameter",
             ),
         ),
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
@@ -489,15 +573,139 @@ _BY_CLASS: dict[str, Architecture] = {
         layout=Layout(qkv_bias=True, mlp_width_divisor=2),
         names={"max_position_embeddings": "seq_length"},
     ),
-    # Text decoders with a vision tower, which is not counted here.
+    "OlmoeForCausalLM": Architecture(
+        family="olmoe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="all_heads",
+            experts=Experts(layers=_all_layers),
+            every_stage_embeds=True,
+        ),
+        names={"moe_intermediate_size": "intermediate_size"},
+    ),
+    # LGAI-EXAONE/EXAONE-3.5 modeling_exaone.py: Llama under other names.
+    "ExaoneForCausalLM": Architecture(
+        family="exaone", layout=Layout(), names={"num_hidden_layers": "num_layers"}
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        family="exaone4", layout=Layout(qk_norm="head"), defaults={"sliding_window": 4096}, full_every=4
+    ),
+    "SeedOssForCausalLM": Architecture(
+        family="seed_oss",
+        layout=Layout(
+            qkv_bias=("attention_bias", True),
+            output_bias=("attention_out_bias", False),
+            mlp_bias=("mlp_bias", False),
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8},
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        family="granite_moe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS,
+    ),
+    "GraniteMoeSharedForCausalLM": Architecture(
+        family="granite_moe_shared",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers, shared_width=_width("shared_intermediate_size")),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS,
+    ),
+    "Dots1ForCausalLM": Architecture(
+        family="dots1",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="head",
+            experts=Experts(
+                layers=_after_first_dense,
+                shared_width=_shared_by_count("n_shared_experts", 0),
+                correction="buffer",
+            ),
+        ),
+        names=_ROUTED_EXPERTS,
+    ),
+    "GlmForCausalLM": Architecture(
+        family="glm",
+        layout=Layout(qkv_bias=("attention_bias", True)),
+        defaults={"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    "Glm4ForCausalLM": Architecture(
+        family="glm4",
+        layout=Layout(qkv_bias=("attention_bias", True), norms_per_layer=4),
+        defaults={"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    # zai-org/glm-4-9b-chat modeling_chatglm.py; vLLM model_executor/models/chatglm.py.
+    "ChatGLMModel": Architecture(
+        family="chatglm",
+        layout=Layout(
+            qkv_bias=("add_qkv_bias", False),
+            output_bias=("add_bias_linear", False),
+            mlp_bias=("add_bias_linear", False),
+            every_stage_embeds=True,
+        ),
+        names={
+            "num_hidden_layers": "num_layers",
+            "vocab_size": "padded_vocab_size",
+            "intermediate_size": "ffn_hidden_size",
+            "head_dim": "kv_channels",
+            "max_position_embeddings": "seq_length",
+        },
+        kv_heads=_chatglm_kv_heads,
+    ),
+    # baichuan-inc/Baichuan2-7B-Chat modeling_baichuan.py: W_pack is the three projections as one.
+    "BaichuanForCausalLM": Architecture(
+        family="baichuan", layout=Layout(), names={"max_position_embeddings": "model_max_length"}
+    ),
+    # openbmb/MiniCPM-2B-sft-bf16 modeling_minicpm.py: Llama with scaled residuals.
+    "MiniCPMForCausalLM": Architecture(family="minicpm", layout=Layout(tied=True, every_stage_embeds=True)),
+    # internlm/internlm3-8b-instruct modeling_internlm3.py
+    "InternLM3ForCausalLM": Architecture(
+        family="internlm3",
+        layout=Layout(qkv_bias=("qkv_bias", False), output_bias=("bias", False), mlp_bias=("bias", False)),
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        family="hunyuan_dense",
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head"),
+    ),
+    "NemotronForCausalLM": Architecture(
+        family="nemotron",
+        layout=Layout(
+            norm="weight+bias",
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            gated_mlp=False,
+            mlp_bias=("mlp_bias", False),
+        ),
+    ),
+    # Text decoders with a vision tower.
+    "Qwen2VLForConditionalGeneration": Architecture(
+        family="qwen2_vl",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
+    ),
     "Qwen2_5_VLForConditionalGeneration": Architecture(
-        family="qwen2_5_vl", defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8}
+        family="qwen2_5_vl",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
     ),
     "Qwen3VLForConditionalGeneration": Architecture(
-        family="qwen3_vl", defaults={"head_dim": 128, "num_key_value_heads": 32}
+        family="qwen3_vl", layout=_QWEN3, defaults={"head_dim": 128, "num_key_value_heads": 32}
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
-        family="qwen3_vl_moe", defaults={"head_dim": 128, "num_key_value_heads": 16}
+        family="qwen3_vl_moe", layout=_QWEN3_MOE, defaults={"head_dim": 128, "num_key_value_heads": 16}
+    ),
+    "Mistral3ForConditionalGeneration": Architecture(
+        family="mistral3", layout=Layout(), defaults={"num_key_value_heads": 8}
     ),
     # Sliding windows in some or all layers.
     "Gemma2ForCausalLM": Architecture(
@@ -508,25 +716,22 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Gemma3ForCausalLM": Architecture(
         family="gemma3",
-        layout=Layout(
-            every_stage_embeds=True,
-            qkv_bias=_ATTENTION_BIAS,
-            output_bias=_ATTENTION_BIAS,
-            norms_per_layer=4,
-            qk_norm="head",
-            tied=True,
-        ),
+        layout=_GEMMA3,
         defaults=_GEMMA3_TEXT,
         full_every=6,
     ),
-    "Gemma3ForConditionalGeneration": Architecture(family="gemma3", defaults=_GEMMA3_TEXT, full_every=6),
+    "Gemma3ForConditionalGeneration": Architecture(
+        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6
+    ),
     "Gemma3nForConditionalGeneration": Architecture(
         family="gemma3n",
-        defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
+        layout=_GEMMA3,
+        defaults={"sliding_window": 512, "num_kv_shared_layers": 15, "head_dim": 256},
         full_every=5,
     ),
     "Gemma4ForConditionalGeneration": Architecture(
         family="gemma4",
+        layout=_GEMMA3,
         defaults={"sliding_window": 512, "head_dim": 256, "global_head_dim": 512},
         full_every=6,
     ),
@@ -558,65 +763,176 @@ _BY_CLASS: dict[str, Architecture] = {
         defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
         full_every=2,
     ),
-    "MiMoV2FlashForCausalLM": Architecture(family="mimo_v2"),
+    "MiMoV2FlashForCausalLM": Architecture(
+        family="mimo_v2",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_moe_frequency_layers, correction="buffer"),
+        ),
+        names=_ROUTED_EXPERTS,
+    ),
     "Llama4ForConditionalGeneration": Architecture(
-        family="llama4", defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8}
+        family="llama4",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_interleaved_layers, shared_width=_width("moe_intermediate_size")),
+        ),
+        names=_LOCAL_EXPERTS,
+        defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8},
     ),
     # Latent attention, sparse where an indexer is configured.
-    "DeepseekV2ForCausalLM": Architecture(family="deepseek_v2"),
-    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3"),
-    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32"),
-    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa"),
-    "KimiK25ForConditionalGeneration": Architecture(family="kimi_k25"),
+    "DeepseekV2ForCausalLM": Architecture(
+        family="deepseek_v2",
+        layout=_DEEPSEEK._replace(experts=_DEEPSEEK_V2_EXPERTS),
+        names=_ROUTED_EXPERTS,
+    ),
+    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    "Glm4MoeLiteForCausalLM": Architecture(family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    "KimiK25ForConditionalGeneration": Architecture(
+        family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS
+    ),
+    "MiniCPM3ForCausalLM": Architecture(
+        family="minicpm3", layout=Layout(qkv_bias=_ATTENTION_BIAS, tied=True, every_stage_embeds=True)
+    ),
     # States in some or all layers.
+    "KimiLinearForCausalLM": Architecture(
+        family="kimi_linear",
+        layout=_DEEPSEEK._replace(
+            experts=Experts(
+                layers=_moe_frequency_layers,
+                shared_width=_shared_by_count("num_shared_experts", 1),
+                correction="buffer",
+            )
+        ),
+        names={"num_experts_per_tok": "num_experts_per_token"},
+    ),
     "NemotronHForCausalLM": Architecture(
-        family="nemotron_h", names={"head_dim": "attention_head_dim"}, defaults={"num_key_value_heads": 8}
+        family="nemotron_h",
+        layout=Layout(
+            norms_per_layer=1,
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            gated_mlp=False,
+            mlp_bias=("mlp_bias", False),
+            every_stage_embeds=True,
+        ),
+        names={"head_dim": "attention_head_dim"},
+        defaults={"num_key_value_heads": 8},
     ),
     "Qwen3NextForCausalLM": Architecture(
         family="qwen3_next",
+        layout=_QWEN3_NEXT,
         defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2},
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
-        family="qwen3_5", defaults={"head_dim": 256, "full_attention_interval": 4}
+        family="qwen3_5",
+        layout=_QWEN3_NEXT._replace(experts=None),
+        defaults={"head_dim": 256, "full_attention_interval": 4},
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
-        family="qwen3_5_moe", defaults={"head_dim": 256, "full_attention_interval": 4}
+        family="qwen3_5_moe",
+        layout=_QWEN3_NEXT,
+        defaults={"head_dim": 256, "full_attention_interval": 4},
     ),
     "JambaForCausalLM": Architecture(
-        family="jamba", defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
+        family="jamba",
+        layout=Layout(experts=Experts(layers=_periodic_layers), every_stage_embeds=True),
+        names={"moe_intermediate_size": "intermediate_size"},
+        defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8},
     ),
     "FalconH1ForCausalLM": Architecture(
-        family="falcon_h1", every_layer=("full", "state"), defaults={"num_key_value_heads": 8}
+        family="falcon_h1",
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
+        every_layer=("full", "state"),
+        defaults={"num_key_value_heads": 8},
     ),
-    "GraniteMoeHybridForCausalLM": Architecture(family="granite_moe_hybrid"),
+    "BambaForCausalLM": Architecture(
+        family="bamba",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            mlp_bias=("mlp_bias", False),
+            every_stage_embeds=True,
+        ),
+        defaults={"num_key_value_heads": 8},
+    ),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        family="granite_moe_hybrid",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers, shared_width=_width("shared_intermediate_size")),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS,
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        family="lfm2",
+        layout=Layout(qk_norm="head", tied=True, every_stage_embeds=True),
+        names={"intermediate_size": "block_ff_dim"},
+    ),
+    "Lfm2MoeForCausalLM": Architecture(
+        family="lfm2",
+        layout=Layout(
+            qk_norm="head",
+            tied=True,
+            every_stage_embeds=True,
+            experts=Experts(layers=_after_first("num_dense_layers"), correction="buffer"),
+        ),
+    ),
+    "MiniMaxText01ForCausalLM": Architecture(family="minimax", layout=_MINIMAX, names=_LOCAL_EXPERTS),
+    "MambaForCausalLM": Architecture(
+        family="mamba",
+        layout=Layout(norms_per_layer=1, tied=True, every_stage_embeds=True),
+        names={"ssm_state_size": "state_size"},
+        defaults={"num_attention_heads": 1},
+        every_layer=("state",),
+    ),
+    "Mamba2ForCausalLM": Architecture(
+        family="mamba2",
+        layout=Layout(norms_per_layer=1, every_stage_embeds=True),
+        names={"num_attention_heads": "num_heads", "ssm_state_size": "state_size"},
+        every_layer=("state",),
+    ),
     # Cross-attention to an encoder.
-    "MllamaForConditionalGeneration": Architecture(family="mllama", defaults={"num_key_value_heads": 8}),
+    "MllamaForConditionalGeneration": Architecture(
+        family="mllama", layout=Layout(), defaults={"num_key_value_heads": 8}
+    ),
     "WhisperForConditionalGeneration": Architecture(
         family="whisper",
+        layout=Layout(norm="weight+bias", position_offset=0, tied=True, every_stage_embeds=True),
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "decoder_layers",
             "num_attention_heads": "decoder_attention_heads",
             "max_position_embeddings": "max_target_positions",
+            "intermediate_size": "decoder_ffn_dim",
         },
         defaults={"is_encoder_decoder": True},
     ),
     "BartForConditionalGeneration": Architecture(
         family="bart",
+        layout=_BART,
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "decoder_layers",
             "num_attention_heads": "decoder_attention_heads",
+            "intermediate_size": "decoder_ffn_dim",
         },
         defaults={"is_encoder_decoder": True},
     ),
     "T5ForConditionalGeneration": Architecture(
         family="t5",
+        layout=Layout(tied=True, every_stage_embeds=True),
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "num_decoder_layers",
             "num_attention_heads": "num_heads",
             "head_dim": "d_kv",
+            "intermediate_size": "d_ff",
         },
         defaults={"is_encoder_decoder": True},
     ),
@@ -626,6 +942,11 @@ _BY_CLASS: dict[str, Architecture] = {
 #: model_executor/models/registry.py).
 _SAME_AS = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "FalconMambaForCausalLM": "MambaForCausalLM",
+    "HunYuanV1DenseForCausalLM": "HunYuanDenseV1ForCausalLM",
+    "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",

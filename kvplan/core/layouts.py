@@ -1,8 +1,7 @@
-"""The weights of a model, listed from its config.
+"""The parts that decoders are made of, and the sheet on which their weights are written.
 
-`weight_groups` is the way in. Most decoders are a `Layout` of flags, which is data in
-`kvplan.core.architectures`; what they are made of are the functions here, one for each part of a layer. Each
-takes a `Sheet`, on which it writes the part's weights for the layers that the sheet stands for.
+Most decoders are a `Layout` of flags, which is data in `kvplan.core.architectures`; the functions here write one
+part of a layer each. They take a `Sheet` and write for the layers that it stands for.
 
 Which ranks hold what follows vLLM 0.33 (model_executor/models): column- and row-parallel matrices are
 sharded, K and V projections follow the KV heads, vocabulary tables are padded and sharded, and norms, routers,
@@ -11,9 +10,9 @@ learned positions and the biases after row-parallel matrices are on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from kvplan.core.architectures import ARCHITECTURES, Config, Layout, is_on, number
+from kvplan.core.architectures import Config, Layout, is_on, number
 from kvplan.core.model import Mlp
 from kvplan.core.weights import Kind, Place, Split, WeightGroup
 from kvplan.errors import InputError
@@ -22,37 +21,26 @@ from kvplan.errors import InputError
 _MAX_SIZE = 10**9
 
 
-def weight_groups(architecture: str, config: Config) -> tuple[WeightGroup, ...]:
-    """The weights of a model; empty where kvplan does not know the architecture's.
-
-    ``config`` has the fields of a Hugging Face config under Llama's names, with ``head_dim``,
-    ``num_key_value_heads`` and ``intermediate_size`` filled in, as `kvplan.hf_config.read_fields` returns it.
-    Raises one `InputError` that names every field that is missing or cannot be a size.
-    """
-    known = ARCHITECTURES.get(architecture)
-    if known is None or known.layout is None:
-        return ()
-    sheet = Sheet(config)
-    decoder(sheet, known.layout)
-    return sheet.groups()
-
-
 def mlp_of(layout: Layout | None, config: Config) -> Mlp | None:
-    """The feed-forward part of the layers; None where the config has no width. ``config`` as for `weight_groups`."""
+    """The feed-forward part of the layers; None where the config has no width. ``config`` as for `weight_groups`.
+
+    Without a layout, what the config's own fields say of it.
+    """
     experts = layout.experts if layout else None
-    sparse = experts.layers(config) if experts else 0
+    used = number(config, "num_experts_per_tok")
+    sparse = experts.layers(config) if experts else 0 if layout else used and number(config, "num_hidden_layers")
     width = config.get("intermediate_size")
     dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
     if not sparse and not dense:
         return None
-    if sparse == number(config, "num_hidden_layers"):
+    if layout and sparse == number(config, "num_hidden_layers"):
         dense = 0
     shared = experts.shared_width(config) if experts and experts.shared_width and sparse else 0
     return Mlp(
         width=max(dense, shared),
         gated=layout is None or layout.gated_mlp,
         expert_width=number(config, "moe_intermediate_size") if sparse else 0,
-        experts_per_token=number(config, "num_experts_per_tok") if sparse else 0,
+        experts_per_token=used if sparse else 0,
     )
 
 
@@ -98,6 +86,8 @@ class Sheet:
     def size(self, name: str, default: int | None = None) -> int:
         """A size that the config must have, unless there is a default; faults are kept for `groups`."""
         value = self.config.get(name)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            value = value[0]  # one number for each layer, all alike (Gemma-3n, Hunyuan)
         if value is None and default is not None:
             return default
         if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MAX_SIZE:
@@ -119,12 +109,13 @@ class Sheet:
         copies: int = 1,
         used: int = 1,
         heads: int = 0,
+        element_bytes: int | None = None,
     ) -> None:
         """A matrix of ``rows`` outputs and ``columns`` inputs, and its bias, which is divided as the outputs are."""
-        self._write(name, rows, columns, split, kind, copies, used, heads, None)
+        self._write(name, rows, columns, split, kind, copies, used, heads, element_bytes)
         if bias:
             along = "replicated" if split == "columns" else split
-            self._write(f"{name}.bias", rows, 1, along, "vector", copies, used, heads, None)
+            self._write(f"{name}.bias", rows, 1, along, "vector", copies, used, heads, element_bytes)
 
     def vector(
         self,
@@ -190,14 +181,18 @@ class Sheet:
         return there
 
 
-def decoder(sheet: Sheet, layout: Layout) -> None:
-    """A decoder whose layers all have attention, and an MLP or experts."""
+#: What writes the part of all layers that mixes tokens, such as `attention`.
+Mixer = Callable[[Sheet, Layout], None]
+
+
+def decoder(sheet: Sheet, layout: Layout, mixer: Mixer | None = None) -> None:
+    """A decoder whose layers have attention, or what ``mixer`` writes, and an MLP or experts."""
     layers = range(sheet.size("num_hidden_layers"))
     experts = layout.experts
     sparse = set(experts.layers(sheet.config)) if experts else set()
     embeddings(sheet, layout)
     here = sheet.layers(layers)
-    attention(here, layout)
+    (mixer or attention)(here, layout)
     layer_norms(here, layout)
     dense = sheet.layers([i for i in layers if i not in sparse])
     if len(sparse) < len(layers):
@@ -327,11 +322,12 @@ def moe(sheet: Sheet, layout: Layout) -> None:
         bias=experts.biases,
     )
     if experts.correction:
-        sheet.vector("mlp.gate.e_score_correction_bias", total)
+        kind: Kind = "vector" if experts.correction == "parameter" else "buffer"
+        sheet.vector("mlp.gate.e_score_correction_bias", total, kind=kind, element_bytes=4)
     if experts.shared_width is not None:
         mlp(sheet, layout, width=experts.shared_width(sheet.config), name="mlp.shared_experts")
         if experts.shared_gate:
-            sheet.matrix("mlp.shared_expert_gate", 1, sheet.size("hidden_size"), "replicated", kind="router")
+            sheet.matrix("mlp.shared_expert_gate", 1, sheet.size("hidden_size"), "replicated", kind="plain")
 
 
 def routed_experts(
@@ -344,6 +340,7 @@ def routed_experts(
     hidden: int = 0,
     gated: bool = True,
     name: str = "mlp",
+    router_bytes: int | None = None,
 ) -> None:
     """``total`` experts, each an MLP of ``width``, and the router that chooses ``used`` of them.
 
@@ -360,7 +357,9 @@ def routed_experts(
         ups = 2 * width if gated else width
         sheet.vector(f"{name}.experts.up_bias", ups, "rows", kind="experts", copies=total, used=used)
         sheet.vector(f"{name}.experts.down_bias", hidden, kind="experts", copies=total, used=used)
-    sheet.matrix(f"{name}.gate", total, model, "replicated", kind="router", bias=bias)
+    sheet.matrix(
+        f"{name}.gate", total, model, "replicated", kind="plain", bias=bias, element_bytes=router_bytes
+    )
 
 
 def norm(sheet: Sheet, layout: Layout, name: str, width: int) -> None:

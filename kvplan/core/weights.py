@@ -28,10 +28,11 @@ Split = Literal["rows", "columns", "kv_heads", "vocab", "replicated"]
 #: unless the model drafts its own tokens.
 Place = Literal["layers", "first", "last", "ends", "all", "draft"]
 
-#: What a group is used for. ``linear`` layers, ``experts``, a ``router`` and a ``head`` are multiplied with; of a
-#: ``table`` a token takes one row; a ``vector`` is a norm, a bias or another small parameter; a ``buffer`` is held
-#: as those are, but is no parameter of the model. ``tower`` is all that encodes images or sound.
-Kind = Literal["linear", "experts", "router", "head", "table", "vector", "buffer", "tower"]
+#: What a group is used for. ``linear`` layers, ``experts`` and a ``head`` are multiplied with, and so are ``plain``
+#: matrices, which no quantization touches (routers, convolutions); of a ``table`` a token takes one row; a
+#: ``vector`` is a norm, a bias or another small parameter; a ``buffer`` is held as those are, but is no parameter
+#: of the model. ``tower`` is all that encodes images or sound.
+Kind = Literal["linear", "experts", "plain", "head", "table", "vector", "buffer", "tower"]
 
 
 class WeightGroup(NamedTuple):
