@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.core.architectures import ARCHITECTURES, Architecture, number
 from kvplan.core.attention import layer_caches
-from kvplan.core.families import weight_groups
+from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
@@ -234,7 +234,7 @@ def spec_from_config(
         rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(fields, _counted_groups(name, fields, origin), stored),
+        weights=_weights(name, fields, stored),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
@@ -399,8 +399,9 @@ def _complete(fields: dict[str, object], architecture: Architecture) -> None:
 
 def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> list[_Fault]:
     """What is missing, and what does not go together."""
-    # A total that is written need not be counted.
-    layout = architecture.layout if fields.get("parameters") is None else None
+    # A total that is written need not be counted; what is no plain decoder tells what it lacks itself.
+    counts = is_plain(architecture.family) and fields.get("parameters") is None
+    layout = architecture.layout if counts else None
     experts = layout.experts if layout and fields.get("num_experts") != 0 else None
     required = list(_REQUIRED)
     if layout and layout.position_offset is not None:
@@ -549,22 +550,9 @@ def _served_dtype(fields: Mapping[str, object], stored: StoredWeights | None) ->
     return SERVED_FOR_FLOAT32 if dtype == "float32" else dtype
 
 
-def _counted_groups(
-    architecture: str, fields: Mapping[str, object], origin: Origin
-) -> tuple[WeightGroup, ...]:
-    """The weights, listed; none where a size is missing from a config that gives the total itself."""
-    try:
-        return weight_groups(architecture, fields)
-    except InputError as error:
-        if fields.get("parameters") is not None:
-            return ()
-        raise InputError(error.what, where=origin.of(), hint=error.hint) from None
-
-
-def _weights(
-    fields: Mapping[str, object], groups: tuple[WeightGroup, ...], stored: StoredWeights | None
-) -> Weights:
+def _weights(architecture: str, fields: Mapping[str, object], stored: StoredWeights | None) -> Weights:
     quantization = _quantization(fields)
+    groups, unknown = _counted_groups(architecture, fields)
     counted = parameters_of(groups) if groups else None
     if stored:
         # Quantized files pack several weights into one element and add scales: their count says little.
@@ -573,7 +561,17 @@ def _weights(
     given = fields.get("parameters")
     if isinstance(given, int) and given != counted:
         return Weights(given, "catalogue", (), None, quantization)
-    return Weights(counted, "config", groups, None, quantization)
+    return Weights(counted, "config", groups, None, quantization, unknown)
+
+
+def _counted_groups(
+    architecture: str, fields: Mapping[str, object]
+) -> tuple[tuple[WeightGroup, ...], str | None]:
+    """The weights, listed, or none and why: a config that lacks a size of theirs can still be sized for KV."""
+    try:
+        return weight_groups(architecture, fields), None
+    except InputError as error:
+        return (), error.what
 
 
 def _quantization(fields: Mapping[str, object]) -> str | None:

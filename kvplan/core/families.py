@@ -47,6 +47,11 @@ def weight_groups(architecture: str, config: Config) -> tuple[WeightGroup, ...]:
     return sheet.groups()
 
 
+def is_plain(family: str) -> bool:
+    """Whether the weights of a family follow from its layout alone."""
+    return family not in _FAMILIES
+
+
 # Latent attention: DeepSeek and those after it.
 
 
@@ -146,7 +151,7 @@ def _qwen3_next(sheet: Sheet, layout: Layout) -> None:
 
 def _qwen3_5(sheet: Sheet, layout: Layout) -> None:
     _qwen3_next(sheet, layout)
-    towers.qwen3_vision(sheet)
+    towers.qwen3_vision(sheet.uncounted())
 
 
 def _gated_mixer(sheet: Sheet, layout: Layout) -> None:
@@ -389,7 +394,7 @@ def _nemotron_mixer(sheet: Sheet, layout: Layout, word: str) -> None:
             name="mixer",
             router_bytes=_FLOAT32,
         )
-        sheet.vector("mixer.gate.e_score_correction_bias", total, kind="buffer", element_bytes=_FLOAT32)
+        sheet.uncounted().vector("mixer.gate.e_score_correction_bias", total, element_bytes=_FLOAT32)
         shared = number(config, "n_shared_experts", 1) * sheet.size("moe_shared_expert_intermediate_size")
         mlp(sheet, layout, width=shared, name="mixer.shared_experts")
         if latent:
@@ -510,7 +515,7 @@ def _minimax_mixer(sheet: Sheet, layout: Layout) -> None:
 def _llama4(sheet: Sheet, layout: Layout) -> None:
     """Experts in each n-th layer, a wider MLP in the others."""
     decoder(sheet.of({**sheet.config, "intermediate_size": sheet.size("intermediate_size_mlp")}), layout)
-    towers.llama4_vision(sheet)
+    towers.llama4_vision(sheet.uncounted())
 
 
 def _gemma3(sheet: Sheet, layout: Layout) -> None:
@@ -610,6 +615,7 @@ def _gemma4_attention(sheet: Sheet, *, is_full: bool, is_reused: bool) -> None:
     same = is_full and is_on(config, ("attention_k_eq_v", False))
     if is_full:
         head_dim = number(config, "global_head_dim", head_dim)
+    if same:
         kv_heads = number(config, "num_global_key_value_heads", kv_heads)
     sheet.vector("self_attn.q_norm", head_dim)
     if is_reused:

@@ -51,7 +51,7 @@ class Sheet:
     or to that end of the model.
     """
 
-    __slots__ = ("_faults", "_groups", "_layers", "_place", "_prefix", "_tower", "config")
+    __slots__ = ("_counted", "_faults", "_groups", "_layers", "_place", "_prefix", "_tower", "config")
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -61,6 +61,7 @@ class Sheet:
         self._place: Place = "first"
         self._layers: tuple[int, ...] = ()
         self._tower = False
+        self._counted = True
 
     def layers(self, indexes: Sequence[int], prefix: str = "model.layers.{}.") -> Sheet:
         """The same list, at these layers of the decoder; nothing is written where there are none."""
@@ -79,8 +80,13 @@ class Sheet:
     def of(self, config: Config) -> Sheet:
         """The same list and place, with the sizes of another config, such as an encoder's."""
         there = self._seen_from(self._place, self._layers, self._prefix)
-        there._tower = self._tower
-        there.config = config
+        there._tower, there.config = self._tower, config
+        return there
+
+    def uncounted(self) -> Sheet:
+        """The same list and place, for what is held but is no parameter of the model."""
+        there = self._seen_from(self._place, self._layers, self._prefix)
+        there._tower, there._counted = self._tower, False
         return there
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -155,7 +161,7 @@ class Sheet:
     ) -> None:
         if not rows * columns * copies or (self._place == "layers" and not self._layers):
             return
-        if self._tower and kind not in ("table", "buffer"):
+        if self._tower and kind != "table":
             kind = "tower"
         path = self._prefix + name
         self._groups.append(
@@ -171,6 +177,7 @@ class Sheet:
                 used,
                 heads,
                 element_bytes,
+                self._counted,
             )
         )
 
@@ -178,6 +185,7 @@ class Sheet:
         there = Sheet(self.config)
         there._groups, there._faults = self._groups, self._faults
         there._place, there._layers, there._prefix = place, layers, prefix
+        there._counted = self._counted and place != "draft"
         return there
 
 
@@ -322,8 +330,8 @@ def moe(sheet: Sheet, layout: Layout) -> None:
         bias=experts.biases,
     )
     if experts.correction:
-        kind: Kind = "vector" if experts.correction == "parameter" else "buffer"
-        sheet.vector("mlp.gate.e_score_correction_bias", total, kind=kind, element_bytes=4)
+        here = sheet if experts.correction == "parameter" else sheet.uncounted()
+        here.vector("mlp.gate.e_score_correction_bias", total, element_bytes=4)
     if experts.shared_width is not None:
         mlp(sheet, layout, width=experts.shared_width(sheet.config), name="mlp.shared_experts")
         if experts.shared_gate:

@@ -204,7 +204,7 @@ def gemma4_audio(sheet: Sheet) -> None:
     width, out = audio.size("hidden_size", 1024), audio.size("output_proj_dims", 1536)
     channels = _pair(settings.get("subsampling_conv_channels"), (128, 32))
     here = audio.tower("audio_tower.")
-    _conv_subsampling(here, channels, bins=4, width=width)
+    _conv_subsampling(here, channels, frequencies=channels[0] // 4, width=width)
     block = audio.tower("audio_tower.layers.{}.", range(audio.size("num_hidden_layers", 12)))
     heads = audio.size("num_attention_heads", 8)
     _conformer_block(block, width, heads=heads, kernel=audio.size("conv_kernel_size", 5))
@@ -231,7 +231,8 @@ def gemma3n_audio(sheet: Sheet) -> None:
     audio = sheet.of(settings)
     width = audio.size("hidden_size", 1536)
     channels = _pair(settings.get("sscp_conv_channel_size"), (128, 32))
-    _conv_subsampling(audio.tower("audio_tower."), channels, bins=4, width=width)
+    # Sound has 128 frequencies, which two strides leave 32 of.
+    _conv_subsampling(audio.tower("audio_tower."), channels, frequencies=32, width=width)
     block = audio.tower("audio_tower.conformer.{}.", range(audio.size("conf_num_hidden_layers", 12)))
     heads = audio.size("conf_num_attention_heads", 8)
     _conformer_block(block, width, heads=heads, kernel=audio.size("conf_conv_kernel_size", 5))
@@ -301,13 +302,13 @@ def _encoder_block(
     sheet.vector("norms", norms * (2 * width if norm is None else norm))
 
 
-def _conv_subsampling(sheet: Sheet, channels: tuple[int, int], *, bins: int, width: int) -> None:
-    """Two convolutions of 3 x 3 that halve time and frequency, and a projection; sound has 128 frequencies."""
+def _conv_subsampling(sheet: Sheet, channels: tuple[int, int], *, frequencies: int, width: int) -> None:
+    """Two convolutions of 3 x 3 that halve time and frequency, and a projection."""
     first, second = channels
     sheet.matrix("subsample_conv_projection.conv_0", first, 9, "replicated")
     sheet.matrix("subsample_conv_projection.conv_1", second, 9 * first, "replicated")
     sheet.vector("subsample_conv_projection.norms", first + second)
-    sheet.matrix("subsample_conv_projection.input_proj_linear", width, 128 // bins * second, "replicated")
+    sheet.matrix("subsample_conv_projection.input_proj_linear", width, frequencies * second, "replicated")
 
 
 def _conformer_block(sheet: Sheet, width: int, *, heads: int, kernel: int) -> None:

@@ -30,9 +30,8 @@ Place = Literal["layers", "first", "last", "ends", "all", "draft"]
 
 #: What a group is used for. ``linear`` layers, ``experts`` and a ``head`` are multiplied with, and so are ``plain``
 #: matrices, which no quantization touches (routers, convolutions); of a ``table`` a token takes one row; a
-#: ``vector`` is a norm, a bias or another small parameter; a ``buffer`` is held as those are, but is no parameter
-#: of the model. ``tower`` is all that encodes images or sound.
-Kind = Literal["linear", "experts", "plain", "head", "table", "vector", "buffer", "tower"]
+#: ``vector`` is a norm, a bias or another small parameter. ``tower`` is all that encodes images or sound.
+Kind = Literal["linear", "experts", "plain", "head", "table", "vector", "tower"]
 
 
 class WeightGroup(NamedTuple):
@@ -55,11 +54,9 @@ class WeightGroup(NamedTuple):
     heads: int = 0
     #: Bytes of an element that is not held in the model's dtype.
     element_bytes: int | None = None
-
-    @property
-    def is_parameter(self) -> bool:
-        """Whether it counts as parameters of the model: drafts and buffers do not."""
-        return self.place != "draft" and self.kind != "buffer"
+    #: Whether it counts as parameters of the model. Drafts and buffers do not, nor do towers of models that
+    #: transformers has a class without towers for (Llama-4, Qwen3.5).
+    is_parameter: bool = True
 
     @property
     def repeats(self) -> int:
@@ -145,7 +142,8 @@ class Weights(NamedTuple):
 
     ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold, where
     files were read. ``quantization`` names the method of weights that are not held in the model's
-    dtype, such as ``fp8``: their bytes are known from files only.
+    dtype, such as ``fp8``: their bytes are known from files only. ``unknown`` says why the weights could not be
+    listed, where they could not.
     """
 
     parameters: int | None
@@ -153,6 +151,7 @@ class Weights(NamedTuple):
     groups: tuple[WeightGroup, ...] = ()
     stored_bytes: int | None = None
     quantization: str | None = None
+    unknown: str | None = None
 
     @property
     def active_parameters(self) -> int | None:
@@ -234,7 +233,7 @@ class Weights(NamedTuple):
 
 
 def parameters_of(groups: Iterable[WeightGroup]) -> int:
-    """Parameters of a model with these groups, layers for multi-token prediction left out."""
+    """Parameters of a model with these groups, as transformers' ``AutoModelForCausalLM`` counts them."""
     return sum(g.elements for g in groups if g.is_parameter)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvplan.config import list_models, load_model
-from kvplan.core.layouts import weight_groups
+from kvplan.core.families import weight_groups
 from kvplan.core.model import ModelSpec
 from kvplan.core.weights import Ranks, WeightGroup, Weights, parameters_of
 
