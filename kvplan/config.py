@@ -35,7 +35,7 @@ def load_model(
     """The model that ``name`` stands for.
 
     Tried in this order: a name, alias or Hugging Face id in the catalogue; ``file.yaml#name`` or a
-    ``file.yaml`` with one model; a config.json or a folder with one. ``catalogue`` replaces the
+    ``file.yaml`` with one model; a GGUF file; a config.json or a folder with one. ``catalogue`` replaces the
     shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields; ``where`` is the
     argument that errors name. Raises `InputError`.
     """
@@ -51,15 +51,9 @@ def load_model(
     entry = find_entry(name, entries)
     if entry is not None:
         return _model_from_entry(entry, changes)
-    if name.lower().endswith(".gguf"):
-        raise InputError(
-            f'not yet supported: the GGUF file "{name}"',
-            where=where,
-            hint="give the config.json of the model it was made from",
-        )
-    path = _config_path(name, where)
+    path = _model_path(name, where)
     if path is not None:
-        return _model_from_json(path, changes)
+        return _model_from_gguf(path, changes) if _is_gguf(path) else _model_from_json(path, changes)
     raise unknown_name("model", name, entry_names(entries), where=where, listing="kvplan models")
 
 
@@ -83,8 +77,12 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(gpu_from_entry(entry) for entry in read_catalogue(resource("gpus.yaml")))
 
 
-def _config_path(name: str, where: str) -> Path | None:
-    """The config.json that a path means; None where the text is no path. Raises `InputError`."""
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _model_path(name: str, where: str) -> Path | None:
+    """The config.json or GGUF file that a path means; None where the text is no path. Raises `InputError`."""
     path = Path(name)
     try:
         if path.is_dir():
@@ -99,7 +97,7 @@ def _config_path(name: str, where: str) -> Path | None:
             return path
     except OSError as error:
         raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where=where) from None
-    if path.suffix.lower() == ".json" or name.startswith(("/", "./", "../", "~")):
+    if path.suffix.lower() in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
         raise InputError(f'no such file: "{name}"', where=where, hint="check the path")
     return None
 
@@ -180,6 +178,22 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
         origin=Origin(str(path), name, _json_lines(text)),
         source=str(path),
         stored=read_stored_weights(path.parent) if path.name == "config.json" else None,
+        overrides=changes,
+    )
+
+
+def _model_from_gguf(path: Path, changes: Mapping[str, object]) -> ModelSpec:
+    """The model of a GGUF file, or of the first of several."""
+    from kvplan.gguf import read_gguf, split_name  # few models are such files
+    from kvplan.gguf_config import config_of, stored_weights
+
+    model = read_gguf(path)
+    config = config_of(model, where=str(path))
+    return spec_from_config(
+        config,
+        origin=Origin(str(path), split_name(path) or path.stem),
+        source=str(path),
+        stored=stored_weights(model, config),
         overrides=changes,
     )
 

@@ -555,9 +555,10 @@ def _weights(architecture: str, fields: Mapping[str, object], stored: StoredWeig
     groups, unknown = _counted_groups(architecture, fields)
     counted = parameters_of(groups) if groups else None
     if stored:
-        # Quantized files pack several weights into one element and add scales: their count says little.
-        parameters = stored.parameters if quantization is None else counted
-        return Weights(parameters, "safetensors", groups, stored.stored_bytes, quantization)
+        # Quantized safetensors pack several weights into one element and add scales: their count says little.
+        packed = quantization is not None and stored.source == "safetensors"
+        parameters = counted if packed else stored.parameters
+        return Weights(parameters, stored.source, groups, stored.stored_bytes, quantization)
     given = fields.get("parameters")
     if isinstance(given, int) and given != counted:
         return Weights(given, "catalogue", (), None, quantization)

@@ -14,7 +14,7 @@ import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Literal, NamedTuple, TypeGuard
 
 from kvplan.errors import InputError
 
@@ -54,12 +54,16 @@ _MODEL_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 class StoredWeights(NamedTuple):
     """What the files of one model hold together.
 
-    ``dtype`` is the one most elements have, None where that is no dtype of a model.
+    ``dtype`` is the one most elements have, None where that is no dtype of a model. ``draft_bytes`` are those of
+    layers that only draft tokens (multi-token prediction), which the engine loads for speculative decoding alone:
+    neither ``parameters`` nor ``stored_bytes`` has them.
     """
 
     parameters: int
     stored_bytes: int
     dtype: str | None
+    draft_bytes: int = 0
+    source: Literal["safetensors", "gguf"] = "safetensors"
 
 
 class _Tensor(NamedTuple):

@@ -147,7 +147,7 @@ class Weights(NamedTuple):
     """
 
     parameters: int | None
-    source: Literal["config", "safetensors", "catalogue"]
+    source: Literal["config", "safetensors", "gguf", "catalogue"]
     groups: tuple[WeightGroup, ...] = ()
     stored_bytes: int | None = None
     quantization: str | None = None

@@ -79,8 +79,8 @@ def test_an_unknown_name_is_met_with_near_ones() -> None:
     assert "llama-2-13b" in (error.hint or "")
 
 
-def test_gguf_is_not_yet_supported() -> None:
-    assert error_of("models/x.GGUF").what == 'not yet supported: the GGUF file "models/x.GGUF"'
+def test_a_gguf_file_that_is_missing_is_named() -> None:
+    assert error_of("models/x.GGUF").what == 'no such file: "models/x.GGUF"'
 
 
 def test_the_catalogue_can_be_replaced(tmp_path: Path) -> None:
