@@ -19,7 +19,7 @@ from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
-from kvplan.hf_config import CATALOGUE_FIELDS, Origin, spec_from_config
+from kvplan.hf_config import CATALOGUE_FIELDS, Origin, draft_layers, spec_from_config
 from kvplan.safe_yaml import parse_scalar
 
 __all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
@@ -172,12 +172,15 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
         )
     from kvplan.safetensors import read_stored_weights  # only models in folders have such files
 
+    stored = None
+    if path.name == "config.json":
+        stored = read_stored_weights(path.parent, draft_layers=draft_layers(config))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return spec_from_config(
         config,
         origin=Origin(str(path), name, _json_lines(text)),
         source=str(path),
-        stored=read_stored_weights(path.parent) if path.name == "config.json" else None,
+        stored=stored,
         overrides=changes,
     )
 

@@ -271,6 +271,17 @@ def read_fields(
     return fields
 
 
+def draft_layers(config: Mapping[str, object]) -> range:
+    """The numbers that a checkpoint gives to layers for multi-token prediction, after those of the model.
+
+    vLLM 0.33 leaves them out of the model (model_executor/models/utils.py ``get_spec_layer_idx_from_weight_name``,
+    and minimax_m2.py, whose config calls them modules). Empty where the config has none or is wrong.
+    """
+    flat = _flatten(config)
+    layers = number(flat, "num_hidden_layers")
+    return range(layers, layers + number(flat, "num_nextn_predict_layers", number(flat, "num_mtp_modules")))
+
+
 def _flatten(config: Mapping[str, object]) -> dict[str, object]:
     """The fields of the language model: those of ``text_config`` count more than the outer ones."""
     text = config.get("text_config")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -100,17 +99,6 @@ def write_gguf(
     """A whole GGUF file whose data is a hole."""
     header, data_bytes = gguf_header(metadata, tensors, **how)
     return write_holed(path, header, data_bytes)
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, tuple[str, int, Sequence[int]]]) -> Path:
-    """A safetensors file: dtype, bits of an element and shape by name; the data is a hole."""
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (dtype, bits, shape) in tensors.items():
-        start, end = end, end + math.prod(shape) * bits // 8
-        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    return write_holed(path, struct.pack("<Q", len(text)) + text, end)
 
 
 def write_holed(path: Path, start: bytes, hole_bytes: int) -> Path:

@@ -16,6 +16,7 @@ from kvplan.config import list_gpus, list_models, load_gpu, load_model, resource
 from kvplan.core.attention import ATTENTION_KINDS
 from kvplan.core.model import FullAttention, ModelSpec, OtherAttention
 from kvplan.errors import InputError
+from kvplan.hf_config import draft_layers
 
 LLAMA: dict[str, object] = {
     "architectures": ["LlamaForCausalLM"],
@@ -699,3 +700,17 @@ def test_finding_a_model_loads_nothing_heavy() -> None:
     code = "import sys, kvplan.config as c; c.load_model('llama-2-13b'); print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert not {"numpy", "rich", "typer", "cupy"} & set(run.stdout.split())
+
+
+@pytest.mark.parametrize(
+    ("config", "layers"),
+    [
+        ({"num_hidden_layers": 61, "num_nextn_predict_layers": 1}, [61]),
+        ({"text_config": {"num_hidden_layers": 62, "num_mtp_modules": 3}}, [62, 63, 64]),
+        ({"num_hidden_layers": 61, "num_nextn_predict_layers": 0}, []),
+        ({"num_hidden_layers": 61}, []),
+        ({"num_hidden_layers": "x", "num_nextn_predict_layers": [1]}, []),
+    ],
+)
+def test_layers_that_only_draft_come_after_the_models(config: dict[str, object], layers: list[int]) -> None:
+    assert list(draft_layers(config)) == layers
