@@ -14,6 +14,7 @@ from kvplan.catalogue import (
     find_entry,
     gpu_from_entry,
     read_catalogue,
+    search_catalogue,
 )
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
@@ -47,14 +48,15 @@ def load_model(
     path_text, _, fragment = name.partition("#")
     if path_text.lower().endswith(_YAML_SUFFIXES):
         return _model_from_entry(_entry_of_file(Path(path_text), fragment), changes)
-    entries = read_catalogue(catalogue or resource("models.yaml"))
-    entry = find_entry(name, entries)
+    entries = read_catalogue(catalogue) if catalogue else ()
+    entry = find_entry(name, entries) if catalogue else search_catalogue(resource("models.yaml"), name)
     if entry is not None:
         return _model_from_entry(entry, changes)
     path = _model_path(name, where)
     if path is not None:
         return _model_from_gguf(path, changes) if _is_gguf(path) else _model_from_json(path, changes)
-    raise unknown_name("model", name, entry_names(entries), where=where, listing="kvplan models")
+    names = entry_names(entries or read_catalogue(resource("models.yaml")))
+    raise unknown_name("model", name, names, where=where, listing="kvplan models")
 
 
 def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
@@ -65,10 +67,10 @@ def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
 
 def load_gpu(name: str) -> Gpu:
     """The GPU of a name or alias in the shipped catalogue; raises `InputError`."""
-    entries = read_catalogue(resource("gpus.yaml"))
-    entry = find_entry(name, entries)
+    entry = search_catalogue(resource("gpus.yaml"), name)
     if entry is None:
-        raise unknown_name("GPU", name, entry_names(entries), where="--gpu", listing="kvplan gpus")
+        names = entry_names(read_catalogue(resource("gpus.yaml")))
+        raise unknown_name("GPU", name, names, where="--gpu", listing="kvplan gpus")
     return gpu_from_entry(entry)
 
 

@@ -28,7 +28,9 @@ def mlp_of(layout: Layout | None, config: Config) -> Mlp | None:
     """
     experts = layout.experts if layout else None
     used = number(config, "num_experts_per_tok")
-    sparse = experts.layers(config) if experts else 0 if layout else used and number(config, "num_hidden_layers")
+    sparse = (
+        experts.layers(config) if experts else 0 if layout else used and number(config, "num_hidden_layers")
+    )
     width = config.get("intermediate_size")
     dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
     if not sparse and not dense:
