@@ -45,7 +45,8 @@ def search_catalogue(path: Path, name: str) -> Entry | None:
 
     Entries start at the lines that are not indented; one that does not hold the name cannot be meant.
     """
-    wanted, sections = name.casefold(), []
+    wanted = name.casefold()
+    sections: list[Entry] = []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     starts = [i for i, line in enumerate(lines) if line[:1].strip() not in ("", "#")]
     for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
