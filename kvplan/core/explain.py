@@ -16,7 +16,6 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.sizing import Capacity, KvSizes, Plan, WeightSizes
 
-
 _PAGES = "v1/kv_cache_interface.py"
 _STATES = "model_executor/layers/mamba/mamba_utils.py"
 _GROUPS = "v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py"
