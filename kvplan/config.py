@@ -36,7 +36,8 @@ def load_model(
     """The model that ``name`` stands for.
 
     Tried in this order: a name, alias or Hugging Face id in the catalogue; ``file.yaml#name`` or a
-    ``file.yaml`` with one model; a GGUF file; a config.json or a folder with one. ``catalogue`` replaces the
+    ``file.yaml`` with one model; a GGUF file; a config.json or a folder with one; ``org/name`` or
+    ``org/name@revision`` on Hugging Face, from the local cache or fetched. ``catalogue`` replaces the
     shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields; ``where`` is the
     argument that errors name. Raises `InputError`.
     """
@@ -55,8 +56,14 @@ def load_model(
     path = _model_path(name, where)
     if path is not None:
         return _model_from_gguf(path, changes) if _is_gguf(path) else _model_from_json(path, changes)
+    model = _model_from_hub(name, changes, where) if "/" in name else None
+    if model is not None:
+        return model
     names = entry_names(entries or read_catalogue(resource("models.yaml")))
-    raise unknown_name("model", name, names, where=where, listing="kvplan models")
+    error = unknown_name("model", name, names, where=where, listing="kvplan models")
+    if "/" in name:
+        error.hint = f"{error.hint}; pip install 'kvplan[hub]' lets models be fetched from Hugging Face"
+    raise error
 
 
 def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
@@ -148,36 +155,14 @@ def _model_from_entry(entry: Entry, changes: Mapping[str, object]) -> ModelSpec:
 
 def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
     """The model of a config.json, with the weights that lie beside it."""
-    text = _read_text(path)
-    try:
-        config = json.loads(text, object_pairs_hook=_without_duplicates)
-    except json.JSONDecodeError as error:
-        raise InputError(
-            f"the file is no JSON: {error.msg}",
-            where=f"{path}:{error.lineno}",
-            hint="mend the JSON in this line, or in the one before it",
-        ) from None
-    except InputError as error:
-        raise InputError(error.what, where=str(path), hint=error.hint) from None
-    except (RecursionError, ValueError) as error:
-        # A number of thousands of digits, or thousands of brackets.
-        raise InputError(
-            f"the file cannot be read: {error}",
-            where=str(path),
-            hint="give a model's config.json: one JSON object",
-        ) from None
-    if not isinstance(config, dict):
-        raise InputError(
-            "the file holds no JSON object",
-            where=str(path),
-            hint="give a model's config.json: one JSON object",
-        )
     from kvplan.safetensors import read_stored_weights  # only models in folders have such files
 
+    text = _read_text(path)
+    config = _parse_config(text, str(path))
     stored = None
     if path.name == "config.json":
         stored = read_stored_weights(path.parent, draft_layers=draft_layers(config))
-    name = path.resolve().parent.name if path.name == "config.json" else path.stem
+    name = path.parent.resolve().name if path.name == "config.json" else path.stem
     return spec_from_config(
         config,
         origin=Origin(str(path), name, _json_lines(text)),
@@ -185,6 +170,66 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
         stored=stored,
         overrides=changes,
     )
+
+
+def _model_from_hub(name: str, changes: Mapping[str, object], where: str) -> ModelSpec | None:
+    """The model of a Hugging Face name, from the cache or else the network; None where neither can be had."""
+    from kvplan.hub import cached_folder, can_fetch, fetch_model, parse_repo  # few models are named so
+    from kvplan.safetensors import read_stored_weights
+
+    repo = parse_repo(name)
+    if repo is None:
+        return None
+    folder = cached_folder(repo)
+    if folder is not None:
+        source = str(folder / "config.json")
+        text = _read_text(folder / "config.json")
+    elif can_fetch():
+        fetched = fetch_model(repo, max_config_bytes=_MAX_CONFIG_BYTES, where=where)
+        source = fetched.source
+        text = _as_text(fetched.config, source)
+    else:
+        return None
+    config = _parse_config(text, source)
+    drafts = draft_layers(config)
+    return spec_from_config(
+        config | {"hf_id": repo.id},
+        origin=Origin(source, repo.name, _json_lines(text)),
+        source=source,
+        # The cache of a model that was only looked at has its config and some of its files.
+        stored=read_stored_weights(folder, draft_layers=drafts, may_lack_files=True)
+        if folder is not None
+        else fetched.read_weights(drafts),
+        overrides=changes,
+    )
+
+
+def _parse_config(text: str, where: str) -> dict[str, object]:
+    """The fields of a config.json. Raises `InputError` naming the line."""
+    try:
+        config = json.loads(text, object_pairs_hook=_without_duplicates)
+    except json.JSONDecodeError as error:
+        raise InputError(
+            f"the file is no JSON: {error.msg}",
+            where=f"{where}:{error.lineno}",
+            hint="mend the JSON in this line, or in the one before it",
+        ) from None
+    except InputError as error:
+        raise InputError(error.what, where=where, hint=error.hint) from None
+    except (RecursionError, ValueError) as error:
+        # A number of thousands of digits, or thousands of brackets.
+        raise InputError(
+            f"the file cannot be read: {error}",
+            where=where,
+            hint="give a model's config.json: one JSON object",
+        ) from None
+    if not isinstance(config, dict):
+        raise InputError(
+            "the file holds no JSON object",
+            where=where,
+            hint="give a model's config.json: one JSON object",
+        )
+    return config
 
 
 def _model_from_gguf(path: Path, changes: Mapping[str, object]) -> ModelSpec:
@@ -207,12 +252,17 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
             raise InputError(f"{path.name} is too large for a config.json", where=str(path))
-        return path.read_bytes().decode("utf-8")
+        return _as_text(path.read_bytes(), str(path))
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+
+
+def _as_text(raw: bytes, where: str) -> str:
+    try:
+        return raw.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"byte {error.start} is no UTF-8", where=str(path), hint="save the file as UTF-8"
+            f"byte {error.start} is no UTF-8", where=where, hint="save the file as UTF-8"
         ) from None
 
 
