@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -25,8 +26,8 @@ from kvplan.safe_yaml import parse_scalar
 
 __all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
 
-#: The largest config.json seen is below a megabyte.
-_MAX_CONFIG_BYTES = 16 << 20
+#: The largest config.json seen is below a megabyte; parsed JSON may take twenty times its text.
+_MAX_CONFIG_BYTES = 4 << 20
 _YAML_SUFFIXES = (".yaml", ".yml")
 
 
@@ -104,10 +105,16 @@ def _model_path(name: str, where: str) -> Path | None:
             )
         if path.is_file():
             return path
+        if path.exists():
+            raise InputError(
+                f'"{name[:60]}" is neither a file nor a folder', where=where, hint="check the path"
+            )
     except OSError as error:
-        raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where=where) from None
+        raise InputError(
+            f'cannot look for "{name[:60]}": {error.strerror}', where=where, hint="check the path"
+        ) from None
     if path.suffix.lower() in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
-        raise InputError(f'no such file: "{name}"', where=where, hint="check the path")
+        raise InputError(f'no such file: "{name[:1000]}"', where=where, hint="check the path")
     return None
 
 
@@ -251,13 +258,23 @@ def _model_from_gguf(path: Path, changes: Mapping[str, object]) -> ModelSpec:
 def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MAX_CONFIG_BYTES:
-            raise InputError(f"{path.name} is too large for a config.json", where=str(path))
+            raise InputError(
+                f"{path.name} is too large for a config.json",
+                where=str(path),
+                hint=f"give a model's config.json; the largest known have less than {_MAX_CONFIG_BYTES >> 20} MiB",
+            )
         return _as_text(path.read_bytes(), str(path))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+        raise InputError(
+            f"cannot read {path}: {error.strerror}",
+            where=str(path),
+            hint="check the path and its permissions",
+        ) from None
 
 
 def _as_text(raw: bytes, where: str) -> str:
+    if raw.startswith(b"\xef\xbb\xbf"):  # transformers would not read it either
+        raise InputError("it starts with a byte order mark", where=where, hint="save the file without one")
     try:
         return raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -269,9 +286,8 @@ def _as_text(raw: bytes, where: str) -> str:
 def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        names = [key for key, _ in pairs]
-        twice = next(key for key in names if names.count(key) > 1)
-        raise InputError(f'duplicate key "{twice}"', hint="keep one of the two")
+        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
+        raise InputError(f'duplicate key "{twice[:60]}"', hint="keep one of the two")
     return values
 
 

@@ -9,6 +9,7 @@ faults are told at once; then sizes that follow from others are filled in.
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -174,6 +175,10 @@ _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_
 #: Kinds of rotary embedding that do not stretch the context (transformers 5.24.0,
 #: modeling_rope_utils.py; "mrope" only splits positions into three).
 _ROPE_NOT_SCALED = {"default", "mrope", "proportional"}
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 3, 30, 10
 
 
 class Origin(NamedTuple):
@@ -382,14 +387,14 @@ def _number_fault(name: str, value: object) -> _Fault | None:
 def _dtype_fault(value: object) -> _Fault | None:
     if isinstance(value, str) and value.removeprefix("torch.") in _DTYPES:
         return None
-    near = difflib.get_close_matches(str(value), _DTYPES, n=2)
+    near = difflib.get_close_matches(value[:60], _DTYPES, n=2) if isinstance(value, str) else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_DTYPES)}"
     return _Fault("dtype", f"unknown dtype {_quoted(value)}", hint)
 
 
 def _quoted(value: object) -> str:
-    """A wrong value for a message, cut where it is long."""
-    text = str(value)
+    """A wrong value for a message, cut where it is long; what is nested deeply in it is left out."""
+    text = _BRIEF.repr(value) if isinstance(value, list | Mapping) else str(value)
     return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
 
 
@@ -546,7 +551,7 @@ def _is_rope_scaled(fields: Mapping[str, object]) -> bool:
         nested = [value for value in settings.values() if isinstance(value, Mapping)]
         for one in (settings, *nested):
             kind = one.get("rope_type", one.get("type"))
-            if kind is not None and kind not in _ROPE_NOT_SCALED:
+            if isinstance(kind, str) and kind not in _ROPE_NOT_SCALED:
                 return True
     return False
 
