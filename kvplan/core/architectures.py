@@ -892,7 +892,8 @@ _BY_CLASS: dict[str, Architecture] = {
     "Mamba2ForCausalLM": Architecture(
         family="mamba2",
         layout=Layout(norms_per_layer=1, every_stage_embeds=True),
-        names={"num_attention_heads": "num_heads", "ssm_state_size": "state_size"},
+        names={"num_attention_heads": "num_heads", "ssm_state_size": "state_size"}
+        | {"mamba_num_heads": "num_heads", "mamba_head_dim": "head_dim"},
         every_layer=("state",),
     ),
     # Cross-attention to an encoder.
