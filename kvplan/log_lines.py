@@ -54,6 +54,11 @@ class Rule(NamedTuple):
     role: Role
     cache: str
 
+    @property
+    def has_config(self) -> bool:
+        """Whether the rest of the line is a printed configuration, which may be long."""
+        return any(field.target == "config" for field in self.fields)
+
 
 class Scale(NamedTuple):
     """How a kind of number is printed: its factor, fewest decimals, and unit."""
@@ -141,7 +146,7 @@ def _rule(engine: Engine, template: str, role: Role = "", *, cache: str = "") ->
         plain += others
         pattern.append(r"\s*".join(re.escape(part) for part in (first, *others)))
         if name == "_":
-            pattern.append(r".{0,2000}?")
+            pattern.append(r".{0,1000}?")
         elif name:
             fields.append(Field(f"f{len(fields)}", name, kind))
             pattern.append(f"(?P<{fields[-1].group}>{_PATTERNS[kind]})")
@@ -211,7 +216,7 @@ def _vllm() -> list[Rule]:
         "Using {own.model_runner:word} Model Runner",
     ]
     needs = (
-        "max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV cache is needed, which is larger than the "
+        "To serve at least one request with the {_} max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV cache is needed, which is larger than the "
         "available KV cache memory ({kv_memory:gib} GiB)"
     )
     refusals = [
@@ -235,7 +240,7 @@ def _vllm() -> list[Rule]:
         _rule("vllm", "Initializing an LLM engine with config: {config:fields}", "engine"),
         *(_rule("vllm", template) for template in templates),
         *(_rule("vllm", template, "refusal") for template in refusals),
-        _rule("vllm", "the estimated maximum model length is {estimated_max_len:tokens}"),
+        _rule("vllm", "To serve at least one request{_}the estimated maximum model length is {estimated_max_len:tokens}"),
         _rule("vllm", "Application startup complete", "ready"),
         _rule("vllm", "Starting vLLM API server", "ready"),
     ]
@@ -309,6 +314,15 @@ def _tensorrt() -> list[Rule]:
         _rule("tensorrt-llm", "TensorRT-LLM version: {version:word}", "start"),
         _rule("tensorrt-llm", "TensorRT LLM version: {version:word}", "start"),
         *(_rule("tensorrt-llm", template) for template in templates),
+        # The arguments stand in the line after "LLM Args:".
+        Rule(
+            "tensorrt-llm",
+            " tokenizer=",
+            re.compile(r"^\s*(?P<f0>model=.{1,1000}? tokenizer=.*)"),
+            (Field("f0", "config", "fields"),),
+            "",
+            "",
+        ),
         _rule("tensorrt-llm", "Engine loaded and ready to serve", "ready"),
     ]
 
@@ -329,12 +343,12 @@ def _llama() -> list[Rule]:
         "kv_size = {kv_cells:count}, {_}type_k = '{own.type_k:word}', type_v = '{own.type_v:word}', "
         "n_layer = {kv_layers:count}",
         "size =  {state_memory:mib32} MiB (  {state_cells:count} cells,  {state_layers:count} layers,{_} seqs), R (",
-        "  {label:device} KV buffer size =  {kv_buffer:mib} MiB",
-        "  {label:device} RS buffer size =  {state_buffer:mib} MiB",
-        "  {label:device} model buffer size =  {model_buffer:mib} MiB",
+        "{label:device} KV buffer size =  {kv_buffer:mib} MiB",
+        "{label:device} RS buffer size =  {state_buffer:mib} MiB",
+        "{label:device} model buffer size =  {model_buffer:mib} MiB",
         "llm_load_tensors:  {label:device} buffer size =  {model_buffer:mib} MiB",
-        "  {label:device} compute buffer size =  {compute_buffer:mib} MiB",
-        "  {label:device}  output buffer size =  {output_buffer:mib} MiB",
+        "{label:device} compute buffer size =  {compute_buffer:mib} MiB",
+        "{label:device}  output buffer size =  {output_buffer:mib} MiB",
         "file size   =  {weights:size}",
         "model size       =  {weights:size}",
         "model size  =  {weights:size}",
@@ -343,9 +357,8 @@ def _llama() -> list[Rule]:
         "|   -  {label:device} ({_})  |  {gpu_total:wholemib} =  {gpu_free:wholemib} + ({_} =  {model_total:wholemib} +"
         "  {context_total:wholemib} +  {compute_total:wholemib}) +",
         # Ollama's own estimate and, since its own engine, what it took.
-        'msg=offload{_}memory.required.kv="{kv_memory:size}"',
-        'msg=offload{_}memory.weights.total="{weights:size}"',
-        'msg=offload{_}memory.graph.full="{compute_buffer:size}"',
+        'msg=offload{_}memory.weights.total="{weights_estimate:size}"',
+        'msg=offload{_}memory.graph.full="{compute_estimate:size}"',
         'msg="kv cache" device={label:device} size="{kv_buffer:size}"',
         'msg="model weights" device={label:device} size="{model_buffer:size}"',
         'msg="compute graph" device={label:device} size="{compute_buffer:size}"',
@@ -354,8 +367,9 @@ def _llama() -> list[Rule]:
     shape = (
         r"(?:print_info|llm_load_print_meta|llama_context|llama_new_context_with_model|llama_init_from_model)"
     )
-    named = rf"{shape}\s*:\s+(?P<name>[a-z][\w .]{{1,30}}?)\s*= (?P<values>.{{1,4000}})"
+    named = rf"{shape}\s*:\s+(?!kv self|KV self|graph|file size|model size)(?P<name>[a-z][\w .]{{1,30}}?)\s*= (?P<values>.{{1,4000}})"
     return [
+        _rule("llama.cpp", 'msg=offload{_}memory.required.kv="{kv_estimate:size}"', "start"),
         _rule("llama.cpp", LOADER, "start"),
         _rule("llama.cpp", 'msg="Listening on {_} (version {own.ollama_version:word})', "start"),
         _rule("llama.cpp", "build: {version:whole} (", "start"),

@@ -20,6 +20,8 @@ from kvplan.python_repr import read_fields
 
 #: The longest line that is read in full: a printed configuration has some 20,000 characters.
 _MAX_LINE = 1 << 18
+#: The longest message without a configuration, with its prefix.
+_MAX_MESSAGE = 4096
 #: The longest prefix of a message; a progress bar on the same line counts as one.
 _MAX_PREFIX = 600
 #: Figures kept of one start: 256 ranks with some thirty each are 8,000.
@@ -28,6 +30,10 @@ _MAX_TEXT = 400
 
 #: Figures without which no start has come to its KV cache.
 _POOL = frozenset({"kv_memory", "kv_cache_tokens", "num_gpu_blocks", "kv_buffer"})
+
+
+#: Figures that are printed before the line that says that a model is loaded.
+_BEFORE_LOADING = frozenset({"gpu_free", "kv_estimate", "weights_estimate", "compute_estimate"})
 
 
 class Found(NamedTuple):
@@ -151,6 +157,10 @@ def _by_key(rules: Iterable[Rule]) -> list[tuple[str, list[Rule]]]:
 
 _ALL = _by_key(RULES)
 _STARTS = _by_key(rule for rule in RULES if rule.role in ("start", "engine"))
+#: For each engine its own rules, and how others start.
+_OF_ENGINE = {
+    engine: _by_key(rule for rule in RULES if rule.engine == engine or rule.role == "start") for engine in CONFIG_NAMES
+}
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 
 
@@ -177,7 +187,7 @@ class _Reader:
                 continue
             text = _message(raw) if text is None else text
             for rule in rules:
-                match = rule.pattern.search(text)
+                match = rule.pattern.search(text, 0, _MAX_LINE if rule.has_config else _MAX_MESSAGE)
                 if match and _is_prefix(text[: match.start()]):
                     self._apply(rule, match, number, text)
 
@@ -239,14 +249,14 @@ class _Reader:
                 self._keep(log, item.target, values[item.target], item.kind, place)
 
     def _is_new_start(self, rule: Rule, worker: str | None) -> bool:
-        """Whether a start line begins another start: not if its engine has shown no figure yet.
+        """Whether a start line begins another start: not if its engine has loaded nothing yet.
 
         Of an engine with several engine processes each has its own line.
         """
         log = self._current
         if log is None or log.engine != rule.engine:
             return True
-        if not log.figures and log.refusal is None:
+        if log.refusal is None and all(figure.name in _BEFORE_LOADING for figure in log.figures):
             return False
         if rule.engine == "llama.cpp" and self._draft:
             return rule.key != LOADER
@@ -257,8 +267,13 @@ class _Reader:
         if previous is not None and previous.is_complete:
             self._complete = previous
         self._current = StartupLog(self._name, engine, number)
+        if previous is not None and previous.engine == engine:
+            self._current.version = previous.version  # a server that loads several models says it once
+            self._current.own_settings = {
+                name: found for name, found in previous.own_settings.items() if name == "ollama_version"
+            }
         self._num_starts += 1
-        self._table = _ALL
+        self._table = _OF_ENGINE[engine]
         self._latest.clear()
         self._engine_workers.clear()
         self._cache = None
@@ -331,9 +346,9 @@ _RANK = re.compile(
 
 def _worker(prefix: str) -> str | None:
     """The process or rank that a prefix names; the process number only where nothing else tells ranks apart."""
-    match = _PROCESS.search(prefix)
-    if match:
-        name, pid, address = match.groups()
+    processes = _PROCESS.findall(prefix)
+    if processes:
+        name, pid, address = processes[-1]  # Ray's driver stands before its worker
         if not name.endswith(("Wrapper", "Process")):
             return name
         return f"{name} pid={pid}" + (f", ip={address}" if address else "")
