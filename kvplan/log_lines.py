@@ -240,7 +240,10 @@ def _vllm() -> list[Rule]:
         _rule("vllm", "Initializing an LLM engine with config: {config:fields}", "engine"),
         *(_rule("vllm", template) for template in templates),
         *(_rule("vllm", template, "refusal") for template in refusals),
-        _rule("vllm", "To serve at least one request{_}the estimated maximum model length is {estimated_max_len:tokens}"),
+        _rule(
+            "vllm",
+            "To serve at least one request{_}the estimated maximum model length is {estimated_max_len:tokens}",
+        ),
         _rule("vllm", "Application startup complete", "ready"),
         _rule("vllm", "Starting vLLM API server", "ready"),
     ]

@@ -9,9 +9,13 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple, TextIO
+from io import BufferedReader, RawIOBase, TextIOWrapper
+from pathlib import Path
+from typing import BinaryIO, NamedTuple, TextIO, cast
 
 from kvplan.errors import InputError
 from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, bracket
@@ -140,7 +144,34 @@ def read_log(lines: Iterable[str], name: str) -> StartupLog:
     return reader.result()
 
 
-def bounded_lines(file: TextIO) -> Iterator[str]:
+def read_log_file(source: str) -> StartupLog:
+    """`read_log` of a file, or of standard input for ``-``. Bytes that are no UTF-8 do not matter.
+
+    Raises `InputError` as `read_log` does, and where the file cannot be read.
+    """
+    name = "standard input" if source == "-" else source
+    try:
+        with sys.stdin.buffer if source == "-" else Path(source).open("rb") as file:
+            return read_log(_bounded_lines(_text(file)), name)
+    except OSError as error:
+        raise InputError(
+            f"cannot read the log: {error.strerror or error}",
+            where=name[:200],
+            hint="give a file that exists and can be read, or - for standard input",
+        ) from error
+
+
+def _text(file: BinaryIO) -> TextIO:
+    """UTF-8, or UTF-16 where the file says so: some shells write that."""
+    buffer = file if isinstance(file, BufferedReader) else BufferedReader(cast("RawIOBase", file))
+    marks = (BOM_UTF16_LE, BOM_UTF16_BE)
+    # Only "\n" ends a line, so that numbers are those of an editor where progress bars return the carriage.
+    return TextIOWrapper(
+        buffer, "utf-16" if buffer.peek(2)[:2] in marks else "utf-8", "replace", newline="\n"
+    )
+
+
+def _bounded_lines(file: TextIO) -> Iterator[str]:
     """The lines of a file, each up to a length that no log statement has; the rest of a longer one is passed over."""
     while line := file.readline(_MAX_LINE):
         yield line
@@ -159,7 +190,8 @@ _ALL = _by_key(RULES)
 _STARTS = _by_key(rule for rule in RULES if rule.role in ("start", "engine"))
 #: For each engine its own rules, and how others start.
 _OF_ENGINE = {
-    engine: _by_key(rule for rule in RULES if rule.engine == engine or rule.role == "start") for engine in CONFIG_NAMES
+    engine: _by_key(rule for rule in RULES if rule.engine == engine or rule.role == "start")
+    for engine in CONFIG_NAMES
 }
 _ESCAPES = re.compile(r"\x1b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_])")
 
@@ -355,8 +387,7 @@ def _worker(prefix: str) -> str | None:
     match = _RANK.search(prefix)
     if match is None:
         return None
-    rank = match[1] or match[2]
-    return rank if rank else f"RANK {match[3]}"
+    return f"RANK {match[3]}" if match[3] else str(match[1] or match[2])
 
 
 def _is_figure(target: str) -> bool:
