@@ -216,8 +216,8 @@ def _vllm() -> list[Rule]:
         "Using {own.model_runner:word} Model Runner",
     ]
     needs = (
-        "To serve at least one request with the {_} max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV cache is needed, which is larger than the "
-        "available KV cache memory ({kv_memory:gib} GiB)"
+        "To serve at least one request with the {_} max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV "
+        "cache is needed, which is larger than the available KV cache memory ({kv_memory:gib} GiB)"
     )
     refusals = [
         needs,
@@ -287,7 +287,7 @@ def _tensorrt() -> list[Rule]:
         "Allocated {runtime_buffers:size} GPU memory for runtime buffers",
         "Allocated {decoder_buffers:size} GPU memory for decoder",
         "Allocated {activations:mib} MiB for execution context memory",
-        "Memory used after loading model weights (inside torch) in memory usage profiling: {weights:gib} GiB",
+        "Memory used after loading model weights (inside torch) in memory usage profiling: {torch_after_load:gib} GiB",
         "Memory dynamically allocated during inference (inside torch) in memory usage profiling: "
         "{activations:gib} GiB",
         "Memory used outside torch (e.g., NCCL and CUDA graphs) in memory usage profiling: {non_torch:gib} GiB",
@@ -338,6 +338,7 @@ def _llama() -> list[Rule]:
     split = "K ({own.type_k:word}):  {kv_k:mib32} MiB, V ({own.type_v:word}):  {kv_v:mib32} MiB"
     templates = [
         # The cache: today, and 2024 to 2025, and 2023.
+        "cells,{_}layers,{_}/{kv_streams:count} seqs), K (",
         "size =  {kv_memory:mib32} MiB (  {kv_cells:count} cells,  {kv_layers:count} layers,{_} seqs), "
         + split,
         "KV self size  =  {kv_memory:mib32} MiB",
@@ -370,7 +371,8 @@ def _llama() -> list[Rule]:
     shape = (
         r"(?:print_info|llm_load_print_meta|llama_context|llama_new_context_with_model|llama_init_from_model)"
     )
-    named = rf"{shape}\s*:\s+(?!kv self|KV self|graph|file size|model size)(?P<name>[a-z][\w .]{{1,30}}?)\s*= (?P<values>.{{1,4000}})"
+    sizes = r"(?!kv self|KV self|graph|file size|model size)"
+    named = rf"{shape}\s*:\s+{sizes}(?P<name>[a-z][\w .]{{1,30}}?)\s*= (?P<values>.{{1,4000}})"
     return [
         _rule("llama.cpp", 'msg=offload{_}memory.required.kv="{kv_estimate:size}"', "start"),
         _rule("llama.cpp", LOADER, "start"),

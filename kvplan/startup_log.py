@@ -382,12 +382,12 @@ def _worker(prefix: str) -> str | None:
     if processes:
         name, pid, address = processes[-1]  # Ray's driver stands before its worker
         if not name.endswith(("Wrapper", "Process")):
-            return name
+            return str(name)
         return f"{name} pid={pid}" + (f", ip={address}" if address else "")
     match = _RANK.search(prefix)
     if match is None:
         return None
-    return f"RANK {match[3]}" if match[3] else str(match[1] or match[2])
+    return f"RANK {match[3]}" if match[3] else f"{match[1] or match[2]}"
 
 
 def _is_figure(target: str) -> bool:
@@ -418,13 +418,13 @@ def _keep_config(log: StartupLog, fields: Mapping[str, object], line: int) -> No
 
 
 def _set(log: StartupLog, name: str, value: object, line: int) -> None:
-    """Keep a setting; ``auto`` says nothing, since what it became is printed later."""
+    """Keep a setting; ``auto`` says nothing where what it became is printed later."""
     if name.startswith("own."):
         log.own_settings[name.removeprefix("own.")] = Found(value, line)
         return
     if isinstance(value, str):
         value = value.removeprefix("torch.").strip()
-        if value in ("auto", ""):
+        if value == "" or (value == "auto" and name != "kv_cache_dtype"):
             return
     if name == "max_model_len" and isinstance(value, int) and value < 0:
         return  # -1: to be found out
