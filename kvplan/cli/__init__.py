@@ -15,7 +15,7 @@ from typing import NoReturn
 import typer
 
 from kvplan import __version__
-from kvplan.cli import catalogues, check, simulate, size
+from kvplan.cli import audit, catalogues, check, simulate, size
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
 
@@ -30,9 +30,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
 _LATER = {
     *("--lengths", "--trace", "--suggest", "--from"),
     *("--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
-    *("compare", "trace", "kernel-bench", "audit", "explain"),
+    *("compare", "trace", "kernel-bench", "explain"),
 }
-_COMMANDS = ("size", "simulate", "check", "models", "gpus")
+_COMMANDS = ("size", "simulate", "check", "audit", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
@@ -45,6 +45,7 @@ app = typer.Typer(
 size.register(app)
 simulate.register(app)
 check.register(app)
+audit.register(app)
 catalogues.register(app)
 
 
