@@ -1,7 +1,8 @@
 """kvplan: memory planner and simulator for LLM serving.
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
-pool, `check` holds figures against a file of expectations, `audit` against an engine's start-up log. Nothing is loaded before it is used.
+pool, `check` holds figures against a file of expectations, `audit` against an engine's start-up log. Nothing
+is loaded before it is used.
 """
 
 from __future__ import annotations

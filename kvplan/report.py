@@ -156,6 +156,9 @@ class Report:
         for line in result.lines:
             if line.likely_cause is not None and line.difference:
                 self._say(f"{line.term} (line {line.line}): {literal(line.likely_cause)}")
+        estimates = [line.term for line in result.lines if line.agrees is None and line.ours is not None]
+        if estimates:
+            self._say(f"ours are estimates, judged in their sum: {', '.join(estimates)}")
         compared = sum(line.agrees is not None for line in result.lines)
         self._say(f"{compared - result.differing} of {compared} terms that can be compared agree")
 

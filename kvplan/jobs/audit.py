@@ -386,9 +386,7 @@ def _compare_budget(case: _Case) -> Iterator[AuditLine]:
         figure = _most(log, name)
         if figure is not None:
             # One part of an estimate is neither right nor wrong: the range is that of the sum.
-            yield replace(
-                _line(term, figure, ours, cause=None if ours is None else "an estimate"), agrees=None
-            )
+            yield replace(_line(term, figure, ours), agrees=None)
     if memory is not None and overhead is not None and sized.capacity is not None:
         ours = sized.capacity.available_kv_bytes
         chosen = overhead.total(_margin(case))
@@ -396,7 +394,12 @@ def _compare_budget(case: _Case) -> Iterator[AuditLine]:
         inside = low <= memory.high and memory.low <= high
         cause = "an estimate: theirs is in our range" if inside else _largest_part(case, memory)
         yield _line("memory for KV", memory, ours, agrees=inside, cause=cause)
-    yield from _identity(case)
+    identity = _own_sum(case.log)
+    if identity is not None:
+        agrees = identity.graphs is not None
+        cause = _GRAPHS[identity.graphs] if identity.graphs is not None else None
+        term = "memory for KV, from their parts"
+        yield _line(term, identity.memory, identity.total, agrees=agrees, cause=cause)
 
 
 def _margin(case: _Case) -> Margin:
@@ -427,63 +430,71 @@ def _weights_cause(case: _Case, weights: Figure, ours: int, *, near: bool) -> st
     return None
 
 
-#: Parts of the budget in a log, and of our estimate.
-_PARTS = (
-    ("weights", "weights"),
-    ("activations", "activations"),
-    ("non_torch", "runtime"),
-    ("cuda_graphs", "cuda_graphs"),
-)
-
-
 def _largest_part(case: _Case, memory: Figure) -> str | None:
     """Which part's difference explains most of that of the memory for KV, if at least half."""
-    sized = case.sized
-    assert sized.capacity is not None, "the caller compares a plan"
-    missing = sized.capacity.available_kv_bytes - memory.value
-    found = []
-    for name, ours_name in _PARTS:
-        theirs = _most(case.log, name)
-        ours = (
-            sized.weights.per_gpu_bytes
-            if name == "weights"
-            else getattr(sized.capacity.overhead_bytes, ours_name)
-        )
-        if theirs is not None and ours is not None:
-            found.append((theirs.value - ours, name, theirs.line))
-    graphs = sized.capacity.overhead_bytes.cuda_graphs if sized.capacity.overhead_bytes else 0
-    if graphs and abs(missing + graphs) * 2 <= abs(missing):
-        return "graph memory: the engine's version does not take it from the budget, ours does"
-    same_way = [part for part in found if part[0] * missing > 0 and abs(part[0]) * 2 >= abs(missing)]
-    if not same_way:
+    plan, log = case.sized.capacity, case.log
+    overhead = plan.overhead_bytes if plan is not None else None
+    if plan is None or overhead is None:
         return None
-    difference, name, line = max(same_way, key=lambda part: abs(part[0]))
-    more = "more" if difference > 0 else "less"
-    return f"mostly {name.replace('_', ' ')}: theirs is {abs(difference):,} bytes {more} (line {line})"
+    parts = [
+        ("weights", "weights", case.sized.weights.per_gpu_bytes),
+        ("activations", "activations", overhead.activations),
+    ]
+    parts.append(("non_torch", "runtime", overhead.runtime))
+    identity = _own_sum(log)
+    causes: list[tuple[float, str]] = []
+    if identity is not None and identity.graphs == "":
+        causes.append(
+            (-overhead.cuda_graphs, "graph memory: this version does not take it from the budget, ours does")
+        )
+    else:
+        parts.append(("cuda_graphs", "CUDA graphs", overhead.cuda_graphs))
+    for name, term, ours in parts:
+        theirs = _most(log, name)
+        if theirs is not None and ours is not None:
+            apart = theirs.value - ours
+            more = "more" if apart > 0 else "less"
+            causes.append(
+                (apart, f"mostly {term}: theirs is {abs(apart):,} bytes {more} (line {theirs.line})")
+            )
+    missing = plan.available_kv_bytes - memory.value  # where theirs takes more, less is left
+    explaining = [cause for cause in causes if cause[0] * missing > 0 and abs(cause[0]) * 2 >= abs(missing)]
+    return max(explaining, key=lambda cause: abs(cause[0]))[1] if explaining else None
 
 
-def _identity(case: _Case) -> Iterator[AuditLine]:
-    """Their own sum: budget less what one process printed of its parts, against the memory that it printed."""
-    parts = _parts_of_one_worker(case.log)
+class _OwnSum(NamedTuple):
+    """Budget less the parts that one process printed, beside the memory that it printed for KV.
+
+    ``graphs`` names the figure of the CUDA graphs with which the sum comes out: "" none, None: with no figure.
+    """
+
+    memory: Figure
+    total: int | float
+    graphs: str | None
+
+
+_GRAPHS = {
+    "": "CUDA graphs are not taken from the budget",
+    "cuda_graphs_estimate": "CUDA graphs are taken from the budget, as it estimated them",
+    "cuda_graphs": "CUDA graphs are taken from the budget, as it measured them",
+}
+
+
+def _own_sum(log: StartupLog) -> _OwnSum | None:
+    """The engine's own sum; None if no process printed all its terms."""
+    parts = _parts_of_one_worker(log)
     memory, budget, activations = (parts.get(name) for name in ("kv_memory", "requested", "activations"))
     consumed = [parts["consumed"]] if "consumed" in parts else [parts.get("weights"), parts.get("non_torch")]
     taken = [part for part in (*consumed, activations) if part is not None]
     if memory is None or budget is None or len(taken) <= len(consumed):
-        return
-    for name, cause in (
-        ("", "CUDA graphs are not taken from the budget"),
-        ("cuda_graphs_estimate", "CUDA graphs are taken from the budget, as it estimated them"),
-        ("cuda_graphs", "CUDA graphs are taken from the budget, as it measured them"),
-    ):
+        return None
+    for name in _GRAPHS:
         terms = [*taken, *([parts[name]] if name in parts else [])]
         low = budget.low - sum(part.high for part in terms)
         high = budget.high - sum(part.low for part in terms)
         if low <= memory.high and memory.low <= high:
-            ours = budget.value - sum(part.value for part in terms)
-            yield _line("memory for KV, from their parts", memory, ours, agrees=True, cause=cause)
-            return
-    ours = budget.value - sum(part.value for part in taken)
-    yield _line("memory for KV, from their parts", memory, ours, agrees=False)
+            return _OwnSum(memory, budget.value - sum(part.value for part in terms), name)
+    return _OwnSum(memory, budget.value - sum(part.value for part in taken), None)
 
 
 # SGLang and TensorRT-LLM: a pool of tokens
