@@ -305,7 +305,7 @@ def _tensorrt() -> list[Rule]:
         "primary blocks={num_gpu_blocks:blocks}, secondary blocks={num_cpu_blocks:blocks}",
         "Number of tokens per block: {set.block_size:whole}",
         "for max tokens in paged KV cache ({kv_cache_tokens:tokens})",
-        "[MemUsageChange] Allocated {kv_memory:gib} GiB for max tokens",
+        "Allocated {kv_memory:gib} GiB for max tokens",
         "Allocate {kv_memory:bytes} bytes for k/v cache",
         "Using {kv_cache_tokens:tokens} tokens in paged KV cache",
         "max_seq_len={set.max_model_len:whole}, max_num_requests={set.max_num_seqs:whole}, "

@@ -160,7 +160,10 @@ class Report:
         if estimates:
             self._say(f"ours are estimates, judged in their sum: {', '.join(estimates)}")
         compared = sum(line.agrees is not None for line in result.lines)
-        self._say(f"{compared - result.differing} of {compared} terms that can be compared agree")
+        if compared:
+            self._say(f"{compared - result.differing} of {compared} terms agree")
+        else:
+            self._say("no term can be compared")
 
     # catalogues
 

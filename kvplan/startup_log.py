@@ -151,8 +151,11 @@ def read_log_file(source: str) -> StartupLog:
     """
     name = "standard input" if source == "-" else source
     try:
-        with sys.stdin.buffer if source == "-" else Path(source).open("rb") as file:
-            return read_log(_bounded_lines(_text(file)), name)
+        with (
+            sys.stdin.buffer if source == "-" else Path(source).open("rb") as file,
+            _text(file) as text,
+        ):
+            return read_log(_bounded_lines(text), name)
     except OSError as error:
         raise InputError(
             f"cannot read the log: {error.strerror or error}",

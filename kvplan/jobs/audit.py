@@ -380,8 +380,8 @@ def _compare_budget(case: _Case) -> Iterator[AuditLine]:
     for name, term, ours in (
         ("activations", "activations", overhead.activations if overhead else None),
         ("non_torch", "runtime", overhead.runtime if overhead else None),
-        ("cuda_graphs_estimate", "CUDA graphs, its estimate", overhead.cuda_graphs if overhead else None),
-        ("cuda_graphs", "CUDA graphs, measured", overhead.cuda_graphs if overhead else None),
+        ("cuda_graphs_estimate", "CUDA graphs (estimated)", overhead.cuda_graphs if overhead else None),
+        ("cuda_graphs", "CUDA graphs (measured)", overhead.cuda_graphs if overhead else None),
     ):
         figure = _most(log, name)
         if figure is not None:
@@ -644,7 +644,7 @@ _TERMS = {
     "activations": "activations",
     "non_torch": "runtime",
     "consumed": "weights and runtime",
-    "cuda_graphs": "CUDA graphs, measured",
+    "cuda_graphs": "CUDA graphs (measured)",
     "state_memory": "states",
     "state_conv": "states, convolution",
     "state_ssm": "states, recurrent",
