@@ -20,6 +20,8 @@ from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
+from kvplan.core.quantization import Quantization, from_config
+from kvplan.core.rotary import rotary_elements
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
 
@@ -239,7 +241,9 @@ def spec_from_config(
         rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(name, fields, stored),
+        weights=_weights(name, fields, stored)._replace(
+            rotary_elements=rotary_elements(architecture.family, fields)
+        ),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
@@ -591,10 +595,7 @@ def _counted_groups(
         return (), error.what
 
 
-def _quantization(fields: Mapping[str, object]) -> str | None:
-    """The method of ``quantization_config``, if there is one."""
+def _quantization(fields: Mapping[str, object]) -> Quantization | None:
+    """What ``quantization_config`` says, if there is one."""
     settings = fields.get("quantization_config")
-    if not isinstance(settings, Mapping):
-        return None
-    method = settings.get("quant_method") or settings.get("quant_algo")
-    return str(method) if method else "unknown"
+    return from_config(settings) if isinstance(settings, Mapping) else None

@@ -28,14 +28,13 @@ def mlp_of(layout: Layout | None, config: Config) -> Mlp | None:
     """
     experts = layout.experts if layout else None
     used = number(config, "num_experts_per_tok")
-    sparse = (
-        experts.layers(config) if experts else 0 if layout else used and number(config, "num_hidden_layers")
-    )
+    layers = number(config, "num_hidden_layers")
+    sparse = len([*experts.layers(config)]) if experts else layers if used and not layout else 0
     width = config.get("intermediate_size")
     dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
     if not sparse and not dense:
         return None
-    if layout and sparse == number(config, "num_hidden_layers"):
+    if layout and sparse == layers:
         dense = 0
     shared = experts.shared_width(config) if experts and experts.shared_width and sparse else 0
     return Mlp(

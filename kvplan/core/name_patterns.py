@@ -140,7 +140,7 @@ class _Step(NamedTuple):
 
 def _skip(states: set[int], steps: Sequence[_Step]) -> set[int]:
     """The states and those that are reached by leaving out steps that may lack."""
-    reached = set()
+    reached: set[int] = set()
     for state in states:
         last = state
         while last < len(steps) and steps[last].may_lack:

@@ -8,8 +8,11 @@ distributed/utils.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
+
+from kvplan.core.quantization import Quantization, Scheme, kept_unpacked, padded_expert
 
 #: Bytes of one element, by the names that vLLM and Hugging Face configs use.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -98,13 +101,13 @@ class WeightGroup(NamedTuple):
             rows = rows if tp == 1 else ceil_div(ceil_div(rows, VOCAB_PADDING) * VOCAB_PADDING, tp)
         return copies, rows, columns
 
-    def repeats_on(self, stage: Stage) -> int:
-        """How often a pipeline stage has it."""
+    def layers_on(self, stage: Stage) -> Sequence[int]:
+        """The layers of a pipeline stage that have it; for what is in no layer, (0,) where the stage has it."""
         if self.place == "layers":
             if stage.end_layer is None and stage.first_layer == 0:
-                return len(self.layers)
+                return self.layers
             end = stage.end_layer
-            return sum(1 for i in self.layers if i >= stage.first_layer and (end is None or i < end))
+            return [i for i in self.layers if i >= stage.first_layer and (end is None or i < end)]
         here = {
             "first": stage.is_first,
             "last": stage.is_last,
@@ -112,7 +115,16 @@ class WeightGroup(NamedTuple):
             "all": True,
             "draft": stage.drafts and stage.is_last,
         }
-        return self.repeats if here[self.place] else 0
+        return (self.layers or (0,)) if here[self.place] else ()
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether it is a matrix that a quantization is applied to, unless it is named as left alone."""
+        if self.columns == 1:
+            return False
+        if self.kind == "tower":
+            return self.split != "replicated"
+        return self.kind in ("linear", "experts") or (self.kind == "head" and self.place == "last")
 
 
 class Ranks(NamedTuple):
@@ -140,18 +152,24 @@ class Stage(NamedTuple):
 class Weights(NamedTuple):
     """What the weights of a model amount to and how that is known.
 
-    ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold, where
-    files were read. ``quantization`` names the method of weights that are not held in the model's
-    dtype, such as ``fp8``: their bytes are known from files only. ``unknown`` says why the weights could not be
-    listed, where they could not.
+    ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold without layers that
+    only draft, where files were read. ``format`` says how weights are held that are not in the model's dtype.
+    ``unlisted`` says why there are no groups, where a config lacks what they need.
     """
 
     parameters: int | None
     source: Literal["config", "safetensors", "gguf", "catalogue"]
     groups: tuple[WeightGroup, ...] = ()
     stored_bytes: int | None = None
-    quantization: str | None = None
-    unknown: str | None = None
+    format: Quantization | None = None
+    unlisted: str | None = None
+    #: Elements of the tables of rotary positions, which are held beside the weights (`kvplan.core.rotary`).
+    rotary_elements: int = 0
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the method of quantization; None for weights in the model's dtype."""
+        return self.format.method if self.format else None
 
     @property
     def active_parameters(self) -> int | None:
@@ -165,12 +183,21 @@ class Weights(NamedTuple):
         """Parameters that only a sampled token is multiplied with: the vocabulary's head, its own or tied."""
         return sum(g.elements for g in self.groups if g.kind == "head")
 
-    def total_bytes(self, dtype: str, drafts: bool = False) -> int | None:
-        """Bytes of all weights once, as they are held on the GPU; None if unknown.
+    @property
+    def why_unknown(self) -> str | None:
+        """Why the bytes are not known, where they are not."""
+        if self.format is not None and self.stored_bytes is None:
+            if self.format.unknown is not None:
+                return self.format.unknown
+            if not self._groups_are_complete:
+                return self.unlisted or "which weights are quantized is not known"
+        return self.unlisted if self.parameters is None else None
 
-        Quantized weights are held as the files store them. Others are held in ``dtype``, whatever the
-        files hold: vLLM loads a float32 checkpoint in 16 bits. With ``drafts``, layers for multi-token
-        prediction count too.
+    def total_bytes(self, dtype: str, drafts: bool = False) -> int | None:
+        """Bytes of all weights once, as they are held on the GPU; None if unknown, as `why_unknown` says.
+
+        Weights that are not quantized are held in ``dtype``, whatever the files hold: vLLM loads a float32
+        checkpoint in 16 bits. With ``drafts``, layers for multi-token prediction count too.
         """
         return self.rank_bytes(dtype, tensor_parallel_size=1, num_kv_heads=1, drafts=drafts)
 
@@ -200,19 +227,29 @@ class Weights(NamedTuple):
         rank. Over the stages of a pipeline the bytes sum to the whole, but for tables that several stages
         hold: a tied one on the first and the last, and one of `Place` ``all`` on every stage.
 
-        Exact in how each group is divided where the groups account for every parameter. Otherwise the
-        total is divided evenly among the ranks of a stage, rounded up, and unknown for one stage of several.
+        Exact in how each group is divided where the groups account for every parameter. Quantized files are
+        divided as their format would be, which leaves the files' total as it is. Where only a total is known, it
+        is divided evenly among the ranks of a stage, rounded up, and is unknown for one stage of several.
         """
         ranks = Ranks(tensor_parallel_size, data_parallel_size, enable_expert_parallel, num_kv_heads)
         stage = Stage(first_layer, end_layer, is_first, is_last, drafts)
-        if self.quantization is None and self._groups_are_complete:
-            return _held_bytes(self.groups, dtype, ranks, stage)
-        whole = self.stored_bytes if self.quantization is not None else None
-        if whole is None and self.quantization is None and self.parameters is not None:
-            whole = self.parameters * DTYPE_BYTES[dtype]
-        if whole is None or stage._replace(drafts=False) != Stage():
+        known = self._groups_are_complete and (self.format is None or self.format.unknown is None)
+        if known and (self.format is None or self.stored_bytes is None):
+            return _held_bytes(self.groups, dtype, ranks, stage, self.format)
+        if known and self.stored_bytes is not None:
+            here, kept = _quantized_bytes(self.groups, dtype, ranks, stage, self.format)
+            whole, _ = _quantized_bytes(self.groups, dtype, Ranks(), Stage(), self.format)
+            return ceil_div(self.stored_bytes * here, whole) + kept
+        total = self.stored_bytes if self.format is not None else None
+        if self.format is None and self.parameters is not None:
+            total = self.parameters * DTYPE_BYTES[dtype]
+        if total is None or stage._replace(drafts=False) != Stage():
             return None
-        return ceil_div(whole, tensor_parallel_size)
+        return ceil_div(total, tensor_parallel_size)
+
+    def rotary_bytes(self, dtype: str) -> int:
+        """Bytes of the tables of rotary positions on every rank: no weights, but part of a loaded model."""
+        return self.rotary_elements * DTYPE_BYTES[dtype]
 
     def bytes_read_per_step(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
         """Bytes of weights that one rank reads in a step of text: all but tables and encoders of other inputs.
@@ -220,16 +257,20 @@ class Weights(NamedTuple):
         Every expert counts as read. None if unknown.
         """
         held = self.per_gpu_bytes(dtype, tensor_parallel_size, num_kv_heads)
-        if held is None or self.quantization is not None or not self._groups_are_complete:
+        if held is None or not self._groups_are_complete:
             return held
         idle = [g for g in self.groups if g.kind in ("table", "tower")]
         ranks = Ranks(tensor_parallel_size, num_kv_heads=num_kv_heads)
-        return held - _held_bytes(idle, dtype, ranks, Stage())
+        form = self.format if self.format and self.format.unknown is None else None
+        return max(0, held - _held_bytes(idle, dtype, ranks, Stage(), form))
 
     @property
     def _groups_are_complete(self) -> bool:
-        """Whether the groups account for every parameter."""
-        return bool(self.groups) and self.parameters == parameters_of(self.groups)
+        """Whether the groups account for every parameter; files have towers and buffers of them too."""
+        if not self.groups:
+            return False
+        stored = sum(g.elements for g in self.groups if g.place != "draft")
+        return self.parameters in (parameters_of(self.groups), stored)
 
 
 def parameters_of(groups: Iterable[WeightGroup]) -> int:
@@ -242,11 +283,46 @@ def ceil_div(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def _held_bytes(groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage) -> int:
-    total = 0
+def _held_bytes(
+    groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage, form: Quantization | None
+) -> int:
+    return sum(_quantized_bytes(groups, dtype, ranks, stage, form))
+
+
+def _quantized_bytes(
+    groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage, form: Quantization | None
+) -> tuple[int, int]:
+    """Bytes of the groups, and of what is kept a second time in the model's dtype."""
+    held = kept = 0
     for group in groups:
-        repeats = group.repeats_on(stage)
-        if repeats:
-            copies, rows, columns = group.on_rank(ranks)
-            total += repeats * copies * rows * columns * (group.element_bytes or DTYPE_BYTES[dtype])
-    return total
+        layers = group.layers_on(stage)
+        if not layers:
+            continue
+        copies, rows, columns = group.on_rank(ranks)
+        element = group.element_bytes or DTYPE_BYTES[dtype]
+        for scheme, repeats in _schemes(group, layers, form):
+            number = repeats * copies
+            if scheme is None:
+                held += number * rows * columns * element
+            else:
+                held += number * scheme.bytes_of(rows, columns, element)
+                kept += number * rows * columns * element if kept_unpacked(group.name) else 0
+    return held, kept
+
+
+def _schemes(
+    group: WeightGroup, layers: Sequence[int], form: Quantization | None
+) -> Iterable[tuple[Scheme | None, int]]:
+    """How the group is held, and in how many of the layers so."""
+    if form is None or not group.may_be_quantized:
+        return ((None, len(layers)),)
+    is_expert, is_head = group.kind == "experts", group.kind == "head"
+    if form.depends_on_names:
+        names = (group.name.format(i) for i in layers)
+        found = Counter(form.scheme(name, is_expert=is_expert, is_head=is_head) for name in names)
+    else:
+        found = Counter({form.scheme(group.name, is_expert=is_expert, is_head=is_head): len(layers)})
+    if is_expert:
+        is_down = group.split == "columns"
+        return [(one and padded_expert(one, is_down=is_down), number) for one, number in found.items()]
+    return list(found.items())
