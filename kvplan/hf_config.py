@@ -93,6 +93,29 @@ _COUNTS = {
 }
 #: Counts that may be 0.
 _COUNTS_FROM_ZERO = {
+    "altup_num_inputs",
+    "encoder_ffn_dim",
+    "encoder_layers",
+    "expert_layer_offset",
+    "expert_layer_period",
+    "hidden_size_per_layer_input",
+    "index_n_heads",
+    "index_topk",
+    "interleave_moe_layer_step",
+    "intermediate_size_mlp",
+    "laurel_rank",
+    "moe_latent_size",
+    "moe_shared_expert_intermediate_size",
+    "mtp_num_hidden_layers",
+    "num_dense_layers",
+    "num_mel_bins",
+    "num_mtp_modules",
+    "num_nextn_predict_layers",
+    "q_lora_rank",
+    "shared_intermediate_size",
+    "swa_num_attention_heads",
+    "top_k_experts",
+    "vocab_size_per_layer_input",
     "attn_layer_offset",
     "first_k_dense_replace",
     "max_window_layers",
@@ -105,6 +128,12 @@ _COUNTS_FROM_ZERO = {
     "shared_expert_intermediate_size",
 }
 _FLAGS = {
+    "add_full_attention_sink_bias",
+    "add_swa_attention_sink_bias",
+    "attention_k_eq_v",
+    "attn_output_gate",
+    "enable_moe_block",
+    "use_double_wide_mlp",
     "attention_bias",
     "bias",
     "do_layer_norm_before",
@@ -138,7 +167,16 @@ _LISTS = {
     "mlp_only_layers",
     "no_rope_layers",
 }
-_MAPPINGS = {"attn_config", "linear_attn_config", "quantization_config", "rope_parameters", "rope_scaling"}
+_MAPPINGS = {
+    "attn_config",
+    "audio_config",
+    "linear_attn_config",
+    "quantization_config",
+    "rope_parameters",
+} | {
+    "rope_scaling",
+    "vision_config",
+}
 _TEXTS = {
     "dtype",
     "family",
@@ -153,7 +191,7 @@ _TEXTS = {
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
 #: a window pattern may be a word, the last layer with experts may be -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
-_OTHERS = {"intermediate_size", "moe_layer_end_index", "parameters"} | _PATTERNS
+_OTHERS = {"intermediate_size", "moe_layer_end_index", "moe_layer_freq", "parameters"} | _PATTERNS
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
 #: Every field that a catalogue entry may have: architectures' own names are as good as common ones.
@@ -366,7 +404,7 @@ def _type_fault(name: str, value: object) -> _Fault | None:
     elif name in _TEXTS:
         fits, wanted, hint = isinstance(value, str), "text", "put it in quotes"
     elif (name in _PATTERNS and isinstance(value, str)) or (
-        name == "intermediate_size" and isinstance(value, list)
+        name in ("intermediate_size", "moe_layer_freq") and isinstance(value, list)
     ):
         return None
     else:

@@ -533,7 +533,8 @@ def _gemma3n(sheet: Sheet, layout: Layout) -> None:
     hidden, layers = sheet.size("hidden_size"), sheet.size("num_hidden_layers")
     own, streams = sheet.size("hidden_size_per_layer_input", 256), sheet.size("altup_num_inputs", 4)
     laurel = sheet.size("laurel_rank", 64)
-    decoder(sheet, layout)
+    shared = number(config, "num_kv_shared_layers")
+    decoder(sheet, layout, mixer=lambda here, layout: _reusing_attention(here, layout, layers - shared))
     here = sheet.layers(range(layers))
     here.vector("altup.correct_output_scale", hidden)
     here.matrix("altup.correction_coefs", streams, streams, "replicated", kind="plain")
@@ -548,8 +549,19 @@ def _gemma3n(sheet: Sheet, layout: Layout) -> None:
     for part in ("altup_projections", "altup_unembed_projections"):
         for i in range(streams - 1):
             both.matrix(f"{part}.{i}", hidden, hidden, "rows")
-    towers.gemma3n_vision(sheet)
-    towers.gemma3n_audio(sheet)
+    towers.gemma3n_vision(sheet.uncounted())
+    towers.gemma3n_audio(sheet.uncounted())
+
+
+def _reusing_attention(sheet: Sheet, layout: Layout, own: int) -> None:
+    """Attention of which only the first ``own`` layers make keys and values."""
+    layers = sheet.size("num_hidden_layers")
+    heads, head_dim = sheet.size("num_attention_heads"), sheet.size("head_dim")
+    attention(sheet.layers(range(own)), layout)
+    here, hidden = sheet.layers(range(own, layers)), sheet.size("hidden_size")
+    here.matrix("self_attn.q_proj", heads * head_dim, hidden)
+    here.matrix("self_attn.o_proj", hidden, heads * head_dim, "columns")
+    here.vector("self_attn.q_norm", head_dim)
 
 
 def _per_layer_inputs(sheet: Sheet, here: Sheet, own: int, vocabulary: int) -> None:

@@ -16,36 +16,13 @@ from kvplan.core.weights import DTYPE_BYTES, Ranks, Stage, WeightGroup, ceil_div
 
 #: Families whose class lists ``embedding_modules``: the vocabulary's table and head take adapters too.
 _EMBEDDING_FAMILIES = frozenset(
-    [
-        "cohere",
-        "cohere2",
-        "exaone",
-        "exaone4",
-        "falcon_h1",
-        "granite",
-        "granite_moe",
-        "granite_moe_shared",
-        "granite_moe_hybrid",
-        "internlm",
-        "internlm3",
-        "jamba",
-        "lfm2",
-        "llama",
-        "minicpm",
-        "mistral",
-        "mixtral",
-        "nemotron",
-        "nemotron_h",
-        "phi3",
-        "phimoe",
-        "qwen3",
-        "qwen3_5",
-        "qwen3_5_moe",
-        "qwen3_moe",
-    ]
+    {"cohere", "cohere2", "exaone", "exaone4", "falcon_h1", "granite", "granite_moe"}
+    | {"granite_moe_shared", "granite_moe_hybrid", "internlm", "internlm3", "jamba", "lfm2", "llama"}
+    | {"minicpm", "mistral", "mixtral", "nemotron", "nemotron_h", "phi3", "phimoe", "qwen3", "qwen3_5"}
+    | {"qwen3_5_moe", "qwen3_moe"}
 )
 #: Families whose class sets ``is_3d_moe_weight``: gate and up share one A.
-_ONE_GATE_UP = frozenset(["gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"])
+_ONE_GATE_UP = frozenset({"gpt_oss", "qwen3_5_moe", "qwen3_vl_moe"})
 
 
 class LoraSlots(NamedTuple):

@@ -14,21 +14,8 @@ from kvplan.core.architectures import Config, number
 
 #: Families whose positions are learned, relative, biases of attention, or none.
 _WITHOUT = frozenset(
-    [
-        "bart",
-        "bloom",
-        "gpt2",
-        "gpt_bigcode",
-        "jamba",
-        "kimi_linear",
-        "mamba",
-        "mamba2",
-        "mpt",
-        "nemotron_h",
-        "opt",
-        "t5",
-        "whisper",
-    ]
+    {"bart", "bloom", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "mamba", "mamba2", "mpt"}
+    | {"nemotron_h", "opt", "t5", "whisper"}
 )
 _MAX_POSITIONS = 10**9
 

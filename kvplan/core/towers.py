@@ -212,9 +212,9 @@ def gemma4_audio(sheet: Sheet) -> None:
     audio.tower("embed_audio.").matrix("embedding_projection", sheet.size("hidden_size"), out, "replicated")
 
 
-#: Parameters of Gemma-3n's MobileNet-V5 (timm ``mobilenetv5_300m_enc``), which has no sizes in a config: what
-#: transformers 5.24.0 counts for google/gemma-3n-E4B beside the rest of the model.
-_MOBILENET_V5 = 294_284_096
+#: Parameters of Gemma-3n's MobileNet-V5, which has no sizes in a config: those of ``mobilenetv5_300m_enc`` of timm
+#: 1.0, on the meta device.
+_MOBILENET_V5 = 294_126_912
 
 
 def gemma3n_vision(sheet: Sheet) -> None:

@@ -36,12 +36,14 @@ def test_a_catalogue_model_has_as_many_parameters_as_transformers_counts(hf_id: 
 
 
 def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> None:
-    # Four counted models have no reference: their classes are not in transformers.
+    # Four counted models have no reference: their classes are not in transformers. The fifth's is that of a
+    # quantized model of its shape.
     without_reference = {
         "Qwen/Qwen-72B",
         "internlm/internlm-20b",
         "internlm/internlm2-20b",
         "XiaomiMiMo/MiMo-7B-Base",
+        "google/gemma-4-31B-it",
     }
     in_catalogue = {m.hf_id for m in list_models() if m.weights.source == "config"}
     assert in_catalogue - {hf_id for hf_id, _ in counted()} == without_reference
@@ -260,10 +262,7 @@ def test_real_configs_count_like_transformers(shared: Path) -> None:
     sizing = shared / "sizing"
     with (sizing / "model_facts.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["config_file"]]
-    seen = 0
+    assert len(rows) == 40
     for row in rows:
         weights = load_model(str(sizing / row["config_file"])).weights
-        if weights.parameters is not None:
-            seen += 1
-            assert weights.parameters == int(row["total_params"]), row["hf_id"]
-    assert seen >= 24
+        assert weights.parameters == int(row["total_params"]), row["hf_id"]
