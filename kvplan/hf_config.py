@@ -20,12 +20,12 @@ from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
-from kvplan.core.quantization import Quantization, from_config
 from kvplan.core.rotary import rotary_elements
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
+    from kvplan.core.quantization import Quantization
     from kvplan.safetensors import StoredWeights
 
 #: What vLLM serves a model as whose config says float32 or nothing: 16 bits. Releases before
@@ -309,6 +309,11 @@ def read_fields(
     fields.update(overrides)
     for name, value in architecture.defaults.items():
         fields.setdefault(name, value)
+    for name in _COUNTS | _COUNTS_FROM_ZERO:
+        # One number for each layer, all alike (Hunyuan).
+        value = fields.get(name)
+        if isinstance(value, list) and value and value.count(value[0]) == len(value):
+            fields[name] = value[0]
     faults = [fault for name in sorted(FIELDS & fields.keys()) if (fault := _type_fault(name, fields[name]))]
     if not faults:
         _complete(fields, architecture)
@@ -636,4 +641,8 @@ def _counted_groups(
 def _quantization(fields: Mapping[str, object]) -> Quantization | None:
     """What ``quantization_config`` says, if there is one."""
     settings = fields.get("quantization_config")
-    return from_config(settings) if isinstance(settings, Mapping) else None
+    if not isinstance(settings, Mapping):
+        return None
+    from kvplan.core.quantization import from_config  # most models need it not
+
+    return from_config(settings)

@@ -155,6 +155,20 @@ def _periodic_layers(config: Config) -> list[int]:
     return [i for i in _all_layers(config) if period and i % period == offset]
 
 
+def _step3_sparse_layers(config: Config) -> list[int]:
+    """Those of ``moe_layers_enum``, a text such as "4,5,6"; all but the first where there is none."""
+    listed = config.get("moe_layers_enum")
+    if isinstance(listed, str):
+        return [int(one) for one in listed.split(",") if one.strip().isdecimal()]
+    return list(_all_layers(config))[1:]
+
+
+def _hunyuan_shared_width(config: Config) -> int:
+    shared = config.get("num_shared_expert")
+    shared = shared[0] if isinstance(shared, list) and shared else shared
+    return (shared if isinstance(shared, int) else 1) * number(config, "intermediate_size")
+
+
 def _after_first(field: str) -> LayerRule:
     """The layers after as many dense ones as a field says."""
     return lambda config: range(number(config, field), number(config, "num_hidden_layers"))
@@ -677,6 +691,28 @@ _BY_CLASS: dict[str, Architecture] = {
         family="hunyuan_dense",
         layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head"),
     ),
+    # tencent/Hunyuan-A13B-Instruct: experts and a shared MLP in all layers.
+    "HunYuanMoEV1ForCausalLM": Architecture(
+        family="hunyuan_moe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="head",
+            experts=Experts(layers=_all_layers, shared_width=_hunyuan_shared_width),
+        ),
+        names={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size"},
+    ),
+    "Step3TextForCausalLM": Architecture(
+        family="step3",
+        layout=Layout(experts=Experts(layers=_step3_sparse_layers, shared_width=_width("share_expert_dim"))),
+        names={
+            "num_experts": "moe_num_experts",
+            "num_experts_per_tok": "moe_top_k",
+            "num_key_value_heads": "num_attention_groups",
+            "max_position_embeddings": "max_position_embedding",
+        },
+        defaults={"num_key_value_heads": 1},
+    ),
     "NemotronForCausalLM": Architecture(
         family="nemotron",
         layout=Layout(
@@ -790,6 +826,19 @@ _BY_CLASS: dict[str, Architecture] = {
     "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
     "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
     "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    # A window's keys in every layer, compressed ones beside them in most.
+    "DeepseekV4ForCausalLM": Architecture(
+        family="deepseek_v4",
+        layout=Layout(
+            experts=Experts(
+                layers=_all_layers,
+                shared_width=_shared_by_count("n_shared_experts", 1),
+                correction="buffer",
+            )
+        ),
+        names=_ROUTED_EXPERTS,
+        defaults={"num_key_value_heads": 1},
+    ),
     "Glm4MoeLiteForCausalLM": Architecture(family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
     "KimiK25ForConditionalGeneration": Architecture(
         family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS
@@ -856,6 +905,11 @@ _BY_CLASS: dict[str, Architecture] = {
             every_stage_embeds=True,
         ),
         defaults={"num_key_value_heads": 8},
+    ),
+    "Zamba2ForCausalLM": Architecture(
+        family="zamba2",
+        layout=Layout(tied=True, mlp_bias=("add_bias_linear", False), every_stage_embeds=True),
+        names={"head_dim": "attention_head_dim"},
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         family="granite_moe_hybrid",
@@ -944,6 +998,7 @@ _SAME_AS = {
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "FalconMambaForCausalLM": "MambaForCausalLM",
+    "HunYuanMoEForCausalLM": "HunYuanMoEV1ForCausalLM",
     "HunYuanV1DenseForCausalLM": "HunYuanDenseV1ForCausalLM",
     "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",

@@ -121,6 +121,77 @@ def _next_token_layers(sheet: Sheet, layout: Layout, mixer: Family) -> None:
         mlp(here, layout, width=sheet.size("intermediate_size"))
 
 
+def _deepseek_v4(sheet: Sheet, layout: Layout) -> None:
+    """DeepSeek-V4: attention over compressed keys, hyper-connections between layers, routing by hash in the first.
+
+    vLLM 0.33 models/deepseek_v4: attention.py, compressor.py, nvidia/model.py.
+    """
+    config = sheet.config
+    hidden, layers = sheet.size("hidden_size"), range(sheet.size("num_hidden_layers"))
+    streams = sheet.size("hc_mult")
+    decoder(sheet, layout, mixer=_compressed_attention)
+    here = sheet.layers(layers)
+    mixed = streams * (streams + 2)
+    for part in ("attn", "ffn"):
+        here.matrix(
+            f"hc_{part}_fn", mixed, streams * hidden, "replicated", kind="plain", element_bytes=_FLOAT32
+        )
+        here.vector(f"hc_{part}_base", mixed, element_bytes=_FLOAT32)
+        here.vector(f"hc_{part}_scale", 3, element_bytes=_FLOAT32)
+    last = sheet.place("last")
+    last.matrix("hc_head_fn", streams, streams * hidden, "replicated", kind="plain", element_bytes=_FLOAT32)
+    last.vector("hc_head_base", streams, element_bytes=_FLOAT32)
+    last.vector("hc_head_scale", 1, element_bytes=_FLOAT32)
+    kinds = _list(config, "mlp_layer_types")
+    hashed = [i for i in layers if i < number(config, "num_hash_layers") or "hash_moe" in kinds[i : i + 1]]
+    # The experts of each word, by its number.
+    used = sheet.size("num_experts_per_tok")
+    sheet.layers(hashed).uncounted().matrix(
+        "mlp.gate.tid2eid", sheet.size("vocab_size"), used, "replicated", kind="table", element_bytes=4
+    )
+
+
+def _compressed_attention(sheet: Sheet, layout: Layout) -> None:
+    hidden, heads, head_dim = (sheet.size(n) for n in ("hidden_size", "num_attention_heads", "head_dim"))
+    rank, groups, out = (sheet.size(name) for name in ("q_lora_rank", "o_groups", "o_lora_rank"))
+    sheet.matrix("self_attn.q_a_proj", rank, hidden, "replicated")
+    sheet.vector("self_attn.q_a_norm", rank)
+    sheet.matrix("self_attn.q_b_proj", heads * head_dim, rank)
+    sheet.matrix("self_attn.kv_proj", head_dim, hidden, "replicated")
+    sheet.vector("self_attn.kv_norm", head_dim)
+    sheet.matrix("self_attn.o_a_proj", groups * out, heads * head_dim // (groups or 1))
+    sheet.matrix("self_attn.o_b_proj", hidden, groups * out, "columns")
+    sheet.vector("self_attn.sinks", heads, "rows", element_bytes=_FLOAT32)
+    rates = _compress_rates(sheet.config)
+    for rate in sorted(set(rates) - {0}):
+        here = sheet.layers([i for i, one in enumerate(rates) if one == rate])
+        # Windows of 4 tokens overlap, so keys are made twice as wide.
+        _compressor(here, "self_attn.compressor", head_dim, rate)
+        if rate == 4:
+            size, index_heads = here.size("index_head_dim"), here.size("index_n_heads")
+            _compressor(here, "self_attn.indexer.compressor", size, rate)
+            here.matrix("self_attn.indexer.wq_b", index_heads * size, rank, "replicated")
+            here.matrix("self_attn.indexer.weights_proj", index_heads, hidden, "replicated", kind="plain")
+
+
+def _compressor(sheet: Sheet, name: str, head_dim: int, rate: int) -> None:
+    width, hidden = head_dim * (2 if rate == 4 else 1), sheet.size("hidden_size")
+    for part in ("wkv", "wgate"):
+        sheet.matrix(f"{name}.{part}", width, hidden, "replicated", kind="plain")
+    sheet.vector(f"{name}.ape", rate * width, element_bytes=_FLOAT32)
+    sheet.vector(f"{name}.norm", head_dim)
+
+
+def _compress_rates(config: Config) -> list[int]:
+    """How many tokens each layer makes one key of; 0: its keys are of a window alone."""
+    layers = number(config, "num_hidden_layers")
+    ratios = _list(config, "compress_ratios")[:layers]
+    if ratios:
+        return [one if isinstance(one, int) and one > 1 else 0 for one in ratios]
+    rates = nested(config, "compress_rates") or {}
+    return [number(rates, word) for word in layer_words(config)]
+
+
 def _glm4_moe(sheet: Sheet, layout: Layout) -> None:
     decoder(sheet, layout)
     _next_token_layers(sheet, layout, attention)
@@ -509,7 +580,65 @@ def _minimax_mixer(sheet: Sheet, layout: Layout) -> None:
     here.vector("self_attn.norm", width, "rows")
 
 
+def _zamba2(sheet: Sheet, layout: Layout) -> None:
+    """Mamba-2 in every layer, and a few attention blocks that many layers share, each with an adapter of its own."""
+    config, hidden = sheet.config, sheet.size("hidden_size")
+    width, rank = sheet.size("intermediate_size"), sheet.size("adapter_rank")
+    wide, head_dim = sheet.size("attention_hidden_size"), sheet.size("attention_head_dim")
+    heads, inner = sheet.size("num_attention_heads"), sheet.size("mamba_expand") * hidden
+    layers = range(sheet.size("num_hidden_layers"))
+    embeddings(sheet, layout)
+    here = sheet.layers(layers)
+    norm(here, layout, "input_layernorm", hidden)
+    mamba2(
+        here,
+        "mamba",
+        inner=inner,
+        heads=sheet.size("n_mamba_heads"),
+        groups=sheet.size("mamba_ngroups"),
+        state=sheet.size("mamba_d_state"),
+        kernel=sheet.size("mamba_d_conv"),
+        bias=is_on(config, ("add_bias_linear", False)),
+        output_bias=is_on(config, ("add_bias_linear", False)),
+        conv_bias=is_on(config, ("use_conv_bias", True)),
+    )
+    words = layer_words(config)
+    hybrid = [i for i in layers if i in _list(config, "hybrid_layer_ids") or "hybrid" in words[i : i + 1]]
+    blocks = sheet.place("all", "model.shared_transformer.{}.", range(sheet.size("num_mem_blocks", 1)))
+    for part in ("q_proj", "k_proj", "v_proj"):
+        blocks.matrix(f"self_attn.{part}", heads * head_dim, wide)
+    blocks.matrix("self_attn.o_proj", hidden, heads * head_dim, "columns")
+    norm(blocks, layout, "input_layernorm", wide)
+    norm(blocks, layout, "pre_ff_layernorm", hidden)
+    mlp(blocks, layout, width=width)
+    each = sheet.layers(hybrid)
+    each.matrix("linear", hidden, hidden, "replicated")
+    each.matrix("gate_up_proj_adapter.0", rank, hidden)
+    each.matrix("gate_up_proj_adapter.1", 2 * width, rank)
+    if is_on(config, ("use_shared_attention_adapter", False)):
+        for part in ("q", "k", "v"):
+            each.matrix(f"linear_{part}_adapter.0", rank, wide)
+            each.matrix(f"linear_{part}_adapter.1", heads * head_dim, rank)
+
+
 # Layers with several kinds of attention.
+
+
+def _step3(sheet: Sheet, layout: Layout) -> None:
+    """Step-3: queries are shared, then brought up to the heads; one key and value head on every rank.
+
+    vLLM 0.33, model_executor/models/step3_text.py.
+    """
+    decoder(sheet, layout, mixer=_factored_attention)
+
+
+def _factored_attention(sheet: Sheet, layout: Layout) -> None:
+    hidden, head_dim = sheet.size("hidden_size"), sheet.size("head_dim")
+    heads, shared = sheet.size("num_attention_heads"), sheet.size("share_q_dim")
+    sheet.matrix("self_attn.qkv_proj", shared + 2 * head_dim, hidden, "replicated")
+    sheet.vector("self_attn.inter_norm", shared)
+    sheet.matrix("self_attn.wq", heads * head_dim, shared)
+    sheet.matrix("self_attn.o_proj", hidden, heads * head_dim, "columns")
 
 
 def _llama4(sheet: Sheet, layout: Layout) -> None:
@@ -791,6 +920,7 @@ _FAMILIES: Mapping[str, Family] = {
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
     "deepseek_v32": _deepseek,
+    "deepseek_v4": _deepseek_v4,
     "falcon_h1": _falcon_h1,
     "falcon_mamba": _mamba,
     "gemma3": _gemma3,
@@ -820,6 +950,8 @@ _FAMILIES: Mapping[str, Family] = {
     "qwen3_next": _qwen3_next,
     "qwen3_vl": _with(towers.qwen3_vision),
     "qwen3_vl_moe": _with(towers.qwen3_vision),
+    "step3": _step3,
     "t5": _t5,
     "whisper": _encoder_decoder,
+    "zamba2": _zamba2,
 }

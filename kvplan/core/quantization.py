@@ -78,25 +78,37 @@ class Quantization(NamedTuple):
     rules: tuple[Rule, ...] = ()
     unknown: str | None = None
 
-    def scheme(self, name: str, *, is_expert: bool, is_head: bool = False) -> Scheme | None:
-        """How the module of that path is held; None: in the model's dtype. A head is only as a rule says."""
+    def scheme(self, name: str) -> Scheme | None:
+        """How the linear layer of that path is held; None: in the model's dtype."""
+        return self._of(name, self.linear)
+
+    def head_scheme(self, name: str) -> Scheme | None:
+        """How the vocabulary's head is held, which only a rule quantizes."""
+        return self._of(name, None)
+
+    def expert_scheme(self, name: str, *, is_down: bool) -> Scheme | None:
+        """How a matrix of an expert is held, up (or gate) or down, with the padding that kernels of MXFP4 want."""
+        scheme = self._of(name, self.experts)
+        if scheme != _MXFP4:
+            return scheme
+        rows, columns = (_HIDDEN_TILE, _WIDTH_TILE) if is_down else (_WIDTH_TILE, _HIDDEN_TILE)
+        return _MXFP4._replace(round_rows=rows, round_columns=columns)
+
+    def keeps_unpacked(self, name: str) -> bool:
+        """Whether a quantized module is held in the model's dtype as well."""
+        return name.endswith(_KEPT_UNPACKED)
+
+    def _of(self, name: str, default: Scheme | None) -> Scheme | None:
         path = plain_path(name)
         for rule in self.rules:
             if rule.patterns.match(path):
                 return rule.scheme
-        if is_head:
-            return None
-        return self.experts if is_expert else self.linear
+        return default
 
     @property
     def depends_on_names(self) -> bool:
         """Whether layers may differ from each other."""
         return bool(self.rules)
-
-
-def kept_unpacked(name: str) -> bool:
-    """Whether a quantized module is held in the model's dtype as well."""
-    return name.endswith(_KEPT_UNPACKED)
 
 
 _FP8_TENSOR = Scheme(8, block_rows=0)
@@ -334,14 +346,6 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, object]], Quantization]] = {
     "mxfp4": _mxfp4,
     "mxfp8": _mxfp8,
 }
-
-
-def padded_expert(scheme: Scheme, *, is_down: bool) -> Scheme:
-    """A scheme with the padding that kernels of MXFP4 experts ask for, up or down projection."""
-    if scheme != _MXFP4:
-        return scheme
-    rows, columns = (_HIDDEN_TILE, _WIDTH_TILE) if is_down else (_WIDTH_TILE, _HIDDEN_TILE)
-    return scheme._replace(round_rows=rows, round_columns=columns)
 
 
 def _with_input_scale(scheme: Scheme, static: bool) -> Scheme:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvplan.core.quantization import Quantization, Scheme, kept_unpacked, padded_expert
+if TYPE_CHECKING:  # most models are not quantized, and need not wait for it
+    from kvplan.core.quantization import Quantization, Scheme
 
 #: Bytes of one element, by the names that vLLM and Hugging Face configs use.
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -171,6 +172,12 @@ class Weights(NamedTuple):
         """The name of the method of quantization; None for weights in the model's dtype."""
         return self.format.method if self.format else None
 
+    def quantized_by(self, name: str) -> Weights:
+        """These weights as ``--quantization NAME`` has the engine hold them; stored ones stay as they are stored."""
+        from kvplan.core.quantization import from_name
+
+        return self if self.format else self._replace(format=from_name(name), stored_bytes=None)
+
     @property
     def active_parameters(self) -> int | None:
         """Parameters that one token of text is multiplied with: routed experts counted as far as used."""
@@ -306,7 +313,8 @@ def _quantized_bytes(
                 held += number * rows * columns * element
             else:
                 held += number * scheme.bytes_of(rows, columns, element)
-                kept += number * rows * columns * element if kept_unpacked(group.name) else 0
+                if form is not None and form.keeps_unpacked(group.name):
+                    kept += number * rows * columns * element
     return held, kept
 
 
@@ -316,13 +324,12 @@ def _schemes(
     """How the group is held, and in how many of the layers so."""
     if form is None or not group.may_be_quantized:
         return ((None, len(layers)),)
-    is_expert, is_head = group.kind == "experts", group.kind == "head"
-    if form.depends_on_names:
-        names = (group.name.format(i) for i in layers)
-        found = Counter(form.scheme(name, is_expert=is_expert, is_head=is_head) for name in names)
-    else:
-        found = Counter({form.scheme(group.name, is_expert=is_expert, is_head=is_head): len(layers)})
-    if is_expert:
-        is_down = group.split == "columns"
-        return [(one and padded_expert(one, is_down=is_down), number) for one, number in found.items()]
-    return list(found.items())
+    if not form.depends_on_names:
+        return ((_scheme(group, group.name, form), len(layers)),)
+    return Counter(_scheme(group, group.name.format(i), form) for i in layers).items()
+
+
+def _scheme(group: WeightGroup, name: str, form: Quantization) -> Scheme | None:
+    if group.kind == "experts":
+        return form.expert_scheme(name, is_down=group.split == "columns")
+    return form.head_scheme(name) if group.kind == "head" else form.scheme(name)

@@ -9,7 +9,7 @@ import pytest
 
 from kvplan.config import load_model
 from kvplan.core.name_patterns import Patterns, plain_path
-from kvplan.core.quantization import Quantization, Scheme, from_config, from_name, padded_expert
+from kvplan.core.quantization import Quantization, Scheme, from_config, from_name
 from kvplan.core.weights import Weights
 from kvplan.errors import InputError
 
@@ -99,11 +99,12 @@ def test_scales_of_tensor_cores_come_in_tiles() -> None:
 def test_mxfp4_is_for_experts_whose_sizes_are_padded() -> None:
     found = from_config({"quant_method": "mxfp4"})
     assert found.linear is None
-    assert found.experts is not None
     # gpt-oss: 2880 inputs are padded to 3072, 2880 outputs to 2944, with a scale for each 32 inputs.
-    up = padded_expert(found.experts, is_down=False)
+    up = found.expert_scheme("model.layers.0.mlp.experts.up_proj", is_down=False)
+    assert up is not None
     assert up.bytes_of(2880, 2880, 2) == 2944 * 3072 // 2 + 2944 * 96
-    down = padded_expert(found.experts, is_down=True)
+    down = found.expert_scheme("model.layers.0.mlp.experts.down_proj", is_down=True)
+    assert down is not None
     assert down.bytes_of(2880, 2880, 2) == 3072 * 2944 // 2 + 3072 * 92
 
 
@@ -254,6 +255,19 @@ def test_files_tell_the_total_and_the_format_how_it_is_divided() -> None:
     half = weights.rank_bytes("bfloat16", tensor_parallel_size=2, num_kv_heads=8)
     assert half is not None
     assert 4_500_000_000 < half < 4_501_000_000
+
+
+def test_the_command_line_quantizes_what_is_not_stored_so() -> None:
+    weights = load_model("llama-3.1-8b").weights
+    h, layers, mlp = 4096, 32, 14336
+    matrices = layers * (2 * h * h + 2 * h * 1024 + 3 * h * mlp)
+    plain, fp8 = weights.total_bytes("bfloat16"), weights.quantized_by("fp8").total_bytes("bfloat16")
+    assert plain is not None
+    # A byte less for each element, a float32 more for each of seven matrices in a layer.
+    assert fp8 == plain - matrices + layers * 7 * 4
+    stored = weights._replace(format=from_config({"quant_method": "fp8"}))
+    assert stored.quantized_by("fp8") is stored
+    assert weights.quantized_by("gptq").total_bytes("bfloat16") is None
 
 
 def test_an_unknown_format_is_known_from_files_only() -> None:
