@@ -19,11 +19,14 @@ class Patterns:
     compressed-tensors. Where a model nests its decoder is left out of account.
     """
 
-    __slots__ = ("_machines", "_plain")
+    __slots__ = ("_found", "_machines", "_plain", "_read")
 
     def __init__(self, plain: frozenset[str], machines: tuple[_Machine, ...]) -> None:
         self._plain = plain
         self._machines = machines
+        #: What a machine said of a text, and how many characters were read to know it.
+        self._found: dict[tuple[int, str], bool] = {}
+        self._read = 0
 
     @classmethod
     def of(cls, names: Iterable[str]) -> Patterns:
@@ -50,12 +53,30 @@ class Patterns:
                 for j in range(i + 1, len(parts) + 1)
             ):
                 return True
-            for machine in self._machines:
-                if any(machine.fits(prefix + one) for prefix in _PREFIXES):
+            for i, machine in enumerate(self._machines):
+                prefixes = _PREFIXES[:1] if machine.starts_anywhere else _PREFIXES
+                if any(self._fits(i, machine, prefix + one) for prefix in prefixes):
                     return True
         return False
 
+    def _fits(self, number: int, machine: _Machine, text: str) -> bool:
+        """What a machine says, asked once of texts that it cannot tell apart."""
+        key = number, text if machine.names_numbers else text.translate(_NUMBERS_ALIKE)
+        if key not in self._found:
+            self._read += len(text)
+            if self._read > _MAX_READ:
+                raise InputError(
+                    f"{len(self._machines)} patterns name modules of too many layers",
+                    where="quantization_config",
+                    hint="name the modules without regular expressions",
+                )
+            self._found[key] = machine.fits(text)
+        return self._found[key]
 
+
+#: Characters that all expressions of a list may read; those of a model with 61 layers read a tenth of it.
+_MAX_READ = 2_000_000
+_NUMBERS_ALIKE = {ord(digit): "0" for digit in "123456789"}
 #: Where a decoder may stand in a model.
 _PREFIXES = ("model.", "", "model.language_model.", "language_model.model.", "backbone.")
 _ROOTS = {"model", "language_model", "backbone", "transformer"}
@@ -72,18 +93,42 @@ _FUSED = {
 }
 
 
+#: Parts of paths that families call otherwise: what kvplan calls them.
+_SAME_PART = {
+    "block_sparse_moe": "mlp",
+    "feed_forward": "mlp",
+    "moe": "mlp",
+    "self_attention": "self_attn",
+    "shared_expert": "shared_experts",
+    "shared_mlp": "shared_experts",
+    "w1": "gate_proj",
+    "w2": "down_proj",
+    "w3": "up_proj",
+}
+#: The other way, for expressions, which cannot be rewritten; and experts have numbers there.
+_OTHER_PARTS = {
+    ".experts.": (".experts.0.",),
+    ".shared_experts.": (".shared_expert.",),
+    ".mlp.": (".feed_forward.", ".block_sparse_moe."),
+}
+
+
 def plain_path(name: str) -> str:
     """A module's path without where its decoder stands, and without the numbers of experts."""
     parts = name.split(".")
     while len(parts) > 1 and parts[0] in _ROOTS:
         parts = parts[1:]
-    after = "experts"
-    return ".".join(p for i, p in enumerate(parts) if not (p.isdigit() and i and parts[i - 1] == after))
+    numbered = (p for i, p in enumerate(parts) if not (p.isdigit() and i and parts[i - 1] == "experts"))
+    return ".".join(_SAME_PART.get(p, p) for p in numbered)
 
 
 def _aliases(path: str) -> Sequence[str]:
+    """The path under the names that checkpoints and engines have for it: fused, or of one expert."""
     head, _, last = path.rpartition(".")
-    return (path, *(f"{head}.{other}" for other in _FUSED.get(last, ())))
+    found = [path, *(f"{head}.{other}" for other in _FUSED.get(last, ()))]
+    for part, others in _OTHER_PARTS.items():
+        found += [one.replace(part, other, 1) for one in found if part in one for other in others]
+    return found
 
 
 _SPECIAL = frozenset("\\^$.|?+()[]{}")
@@ -98,32 +143,19 @@ class _Machine:
     be trusted, and Python's own matcher can be made to hang.
     """
 
-    __slots__ = ("_choices", "_is_prefix")
+    __slots__ = ("_ways", "names_numbers", "starts_anywhere")
 
     def __init__(self, expression: str, *, is_prefix: bool) -> None:
-        self._is_prefix = is_prefix
-        self._choices = [_steps(choice, expression) for choice in _alternatives(expression)]
+        ways = [_steps(way, expression) for way in _alternatives(expression)]
+        self._ways = [_Automaton(steps, is_prefix=is_prefix) for steps in ways]
+        self.starts_anywhere = all(steps and steps[0] == _ANYTHING for steps in ways)
+        # What takes all digits or none cannot tell them apart.
+        digits = (_DIGITS & set(step.wanted) for steps in ways for step in steps)
+        self.names_numbers = any(one and one != _DIGITS for one in digits)
 
     def fits(self, text: str) -> bool:
         """Whether it matches the text, or its start."""
-        return any(self._run(steps, text) for steps in self._choices)
-
-    def _run(self, steps: Sequence[_Step], text: str) -> bool:
-        ends = steps and steps[-1].wanted == "$"
-        steps = steps[:-1] if ends else steps
-        states = _skip({0}, steps)
-        for character in text:
-            if len(steps) in states and self._is_prefix and not ends:
-                return True
-            following = set()
-            for state in states:
-                if state < len(steps) and steps[state].takes(character):
-                    following.add(state if steps[state].repeats else state + 1)
-                    following.add(state + 1)
-            states = _skip(following, steps)
-            if not states:
-                return False
-        return len(steps) in states
+        return any(way.fits(text) for way in self._ways)
 
 
 class _Step(NamedTuple):
@@ -138,15 +170,49 @@ class _Step(NamedTuple):
         return not self.wanted or (character in self.wanted) != self.is_negated
 
 
-def _skip(states: set[int], steps: Sequence[_Step]) -> set[int]:
+_ANYTHING = _Step("", repeats=True, may_lack=True)
+_DIGITS = frozenset("0123456789")
+
+
+class _Automaton:
+    """One way through an expression. Bit i of its states says that the steps before the i-th may be behind it."""
+
+    __slots__ = ("_end", "_is_prefix", "_lacks", "_repeats", "_start", "_steps", "_takers")
+
+    def __init__(self, steps: Sequence[_Step], *, is_prefix: bool) -> None:
+        if steps and steps[-1].wanted == "$":
+            steps, is_prefix = steps[:-1], False
+        self._steps = steps
+        self._is_prefix = is_prefix
+        self._repeats = sum(1 << i for i, step in enumerate(steps) if step.repeats)
+        self._lacks = sum(1 << i for i, step in enumerate(steps) if step.may_lack)
+        self._start = _skip(1, self._lacks)
+        self._end = 1 << len(steps)
+        #: The steps that take a character.
+        self._takers: dict[str, int] = {}
+
+    def fits(self, text: str) -> bool:
+        """Whether it matches the text, or its start."""
+        states = self._start
+        for character in text:
+            if states & self._end and self._is_prefix:
+                return True
+            takers = self._takers.get(character)
+            if takers is None:
+                takers = sum(1 << i for i, step in enumerate(self._steps) if step.takes(character))
+                self._takers[character] = takers
+            taken = states & takers
+            states = _skip(taken << 1 | taken & self._repeats, self._lacks)
+            if not states:
+                return False
+        return bool(states & self._end)
+
+
+def _skip(states: int, lacks: int) -> int:
     """The states and those that are reached by leaving out steps that may lack."""
-    reached: set[int] = set()
-    for state in states:
-        last = state
-        while last < len(steps) and steps[last].may_lack:
-            last += 1
-        reached.update(range(state, last + 1))
-    return reached
+    while (further := states | (states & lacks) << 1) != states:
+        states = further
+    return states
 
 
 def _alternatives(expression: str) -> list[str]:

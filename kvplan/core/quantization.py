@@ -105,11 +105,6 @@ class Quantization(NamedTuple):
                 return rule.scheme
         return default
 
-    @property
-    def depends_on_names(self) -> bool:
-        """Whether layers may differ from each other."""
-        return bool(self.rules)
-
 
 _FP8_TENSOR = Scheme(8, block_rows=0)
 _FP8_ROW = Scheme(8)

@@ -324,7 +324,7 @@ def _schemes(
     """How the group is held, and in how many of the layers so."""
     if form is None or not group.may_be_quantized:
         return ((None, len(layers)),)
-    if not form.depends_on_names:
+    if not form.rules:
         return ((_scheme(group, group.name, form), len(layers)),)
     return Counter(_scheme(group, group.name.format(i), form) for i in layers).items()
 

@@ -155,6 +155,21 @@ def test_names_of_the_command_line() -> None:
             "model.layers.0.mlp.up_proj",
         ),
         ("re:.*lm_head", "lm_head", "model.embed_tokens"),
+        (
+            r"re:.*mlp\.experts\.\d+\.(gate|up|down)_proj$",
+            "model.layers.3.mlp.experts.up_proj",
+            "model.layers.3.mlp.up_proj",
+        ),
+        (
+            "model.layers.0.block_sparse_moe.experts.3.w1",
+            "model.layers.0.mlp.experts.gate_proj",
+            "model.layers.0.mlp.experts.down_proj",
+        ),
+        (
+            "re:.*feed_forward.shared_expert",
+            "model.layers.0.mlp.shared_experts.up_proj",
+            "model.layers.0.mlp.up_proj",
+        ),
         (r"re:.*\.mlp\.gate$", "model.layers.4.mlp.gate", "model.layers.4.mlp.gate_proj"),
         (r"re:model\.layers\.(0|1|2)\..*", "model.layers.1.mlp.up_proj", "model.layers.3.mlp.up_proj"),
         (
@@ -187,6 +202,13 @@ def test_an_expression_takes_time_of_its_length_only() -> None:
     started = time.perf_counter()
     assert not Patterns.of(["re:" + ".*a" * 100 + "$"]).match("a" * 99 + "b")
     assert time.perf_counter() - started < 1
+
+
+def test_expressions_read_only_so_much() -> None:
+    patterns = Patterns.of([f"re:.*{i}.*" for i in range(60)])
+    paths = (f"layers.{chr(200 + i)}.self_attn.q_proj" for i in range(10_000))
+    with pytest.raises(InputError, match="60 patterns name modules of too many layers"):
+        any(patterns.match(path) for path in paths)
 
 
 def held(model: str, form: Quantization | None, **settings: Any) -> int:
