@@ -78,12 +78,30 @@ class Architecture(NamedTuple):
     defaults: Config = MappingProxyType({})
     #: Number of key/value heads where ``num_key_value_heads`` is not given; None: as many as query heads.
     kv_heads: CountRule | None = None
+    #: ``head_dim`` where it is absent is this many times the hidden size by heads (Zamba2).
+    head_dim_factor: int = 1
     #: ``intermediate_size`` where it is absent, in multiples of ``hidden_size``; None: it is required.
     mlp_ratio: int | None = None
     #: Where only ``sliding_window`` is given: each n-th layer is full, the others slide; None: all slide.
     full_every: int | None = None
-    #: Every layer has these kinds, whatever the config says (Falcon-H1).
-    every_layer: tuple[str, ...] = ()
+    #: What every layer keeps, whatever the config says, by keys of `kvplan.core.attention`: () for encoders. None:
+    #: the config tells.
+    every_layer: tuple[str, ...] | None = None
+    #: The kind of those layers that keep a state; None: the class has none.
+    state: str | None = None
+    #: Each layer has a window of its own or none. Otherwise one window holds for the model, and only where no
+    #: layer is full (vLLM engine/arg_utils.py).
+    mixes_windows: bool = False
+    #: Tokens that a sliding layer keeps beyond ``sliding_window`` (vLLM 0.33 commandr.py: the token itself).
+    window_extra: int = 0
+    #: Latents are only a way to compute keys and values, which are kept whole (vLLM minicpm3.py).
+    expands_latents: bool = False
+    #: Latents of several tokens are kept as one, beside a window (DeepSeek-V4).
+    compresses: bool = False
+    #: What a layer for multi-token prediction keeps; None: vLLM has no such layers for the class.
+    draft_layer: tuple[str, ...] | None = None
+    #: How many of them vLLM builds at most; None: as many as the config says.
+    draft_limit: int | None = None
 
 
 def number(config: Config, name: str, default: int = 0) -> int:
@@ -153,6 +171,16 @@ def _bigcode_kv_heads(config: Config) -> int:
     return 1 if is_on(config, ("multi_query", True)) else number(config, "num_attention_heads")
 
 
+def _chatglm_kv_heads(config: Config) -> int:
+    """The groups of ``multi_query_attention`` (vLLM model_executor/models/chatglm.py)."""
+    heads = number(config, "num_attention_heads")
+    return (
+        number(config, "multi_query_group_num", heads)
+        if is_on(config, ("multi_query_attention", False))
+        else heads
+    )
+
+
 def _mpt_kv_heads(config: Config) -> int:
     """The rule of vLLM ``ModelConfig.get_total_num_kv_heads``: ``kv_n_heads`` of ``attn_config``."""
     attention = config.get("attn_config")
@@ -202,11 +230,36 @@ _GEMMA3_TEXT = {
     "sliding_window": 4096,
 }
 
+#: Mamba layers as Jamba, Granite, Bamba and Falcon-H1 spell them.
+_MAMBA_NAMES = {
+    "mamba_num_heads": "mamba_n_heads",
+    "mamba_head_dim": "mamba_d_head",
+    "ssm_state_size": "mamba_d_state",
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+}
+_MAMBA2 = {"mamba_num_heads": 128, "ssm_state_size": 256, "n_groups": 1, "conv_kernel": 4, "mamba_expand": 2}
+_GATED_DELTA_NET = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_5_NAMES = {"num_nextn_predict_layers": "mtp_num_hidden_layers"}
+_MIMO_V2_NAMES = {"sliding_window": "sliding_window_size"}
+
+_STEP_NAMES = {"num_key_value_heads": "num_attention_groups"}
 _BY_CLASS: dict[str, Architecture] = {
     # Multi-head, grouped-query and multi-query attention in every layer.
-    "LlamaForCausalLM": Architecture(family="llama", layout=_LLAMA),
+    "LlamaForCausalLM": Architecture(family="llama", mixes_windows=True, layout=_LLAMA),
     "MistralForCausalLM": Architecture(
-        family="mistral", layout=Layout(), defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+        family="mistral",
+        mixes_windows=True,
+        layout=Layout(),
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
     ),
     "MixtralForCausalLM": Architecture(
         family="mixtral",
@@ -221,6 +274,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Qwen2MoeForCausalLM": Architecture(
         family="qwen2_moe",
+        full_every=2,
         layout=Layout(
             qkv_bias=("qkv_bias", True),
             experts=Experts(
@@ -250,10 +304,11 @@ _BY_CLASS: dict[str, Architecture] = {
     # Source: XiaomiMiMo/MiMo-7B-Base modeling_mimo.py, a subclass of Qwen2.
     "MiMoForCausalLM": Architecture(
         family="mimo",
+        draft_layer=("full",),
         layout=_QWEN2,
         defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 32},
     ),
-    "Phi3ForCausalLM": Architecture(family="phi3", layout=Layout()),
+    "Phi3ForCausalLM": Architecture(family="phi3", mixes_windows=True, layout=Layout()),
     "PhimoeForCausalLM": Architecture(
         family="phimoe",
         layout=Layout(
@@ -268,6 +323,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "PhiForCausalLM": Architecture(
         family="phi",
+        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             norms_per_layer=1,
@@ -285,6 +341,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Glm4MoeForCausalLM": Architecture(
         family="glm4_moe",
+        draft_layer=("full",),
         layout=Layout(
             qkv_bias=_ATTENTION_BIAS,
             qk_norm="head",
@@ -307,6 +364,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Ernie4_5_MoeForCausalLM": Architecture(
         family="ernie4_5_moe",
+        draft_layer=("full",),
         layout=Layout(
             qkv_bias=_USE_BIAS,
             output_bias=_USE_BIAS,
@@ -324,6 +382,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "SmolLM3ForCausalLM": Architecture(
         family="smollm3",
+        mixes_windows=True,
         layout=Layout(
             qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False), tied=True
         ),
@@ -354,6 +413,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Starcoder2ForCausalLM": Architecture(
         family="starcoder2",
+        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             qkv_bias=("use_bias", True),
@@ -425,7 +485,12 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "GPT2LMHeadModel": Architecture(family="gpt2", layout=_GPT2, names=_GPT2_NAMES, mlp_ratio=4),
     "GPTBigCodeForCausalLM": Architecture(
-        family="gpt_bigcode", layout=_GPT2, names=_GPT2_NAMES, kv_heads=_bigcode_kv_heads, mlp_ratio=4
+        family="gpt_bigcode",
+        mixes_windows=True,
+        layout=_GPT2,
+        names=_GPT2_NAMES,
+        kv_heads=_bigcode_kv_heads,
+        mlp_ratio=4,
     ),
     "GPTJForCausalLM": Architecture(
         family="gptj",
@@ -435,6 +500,7 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "GPTNeoXForCausalLM": Architecture(
         family="gpt_neox",
+        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             qkv_bias=("attention_bias", True),
@@ -443,12 +509,13 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=True,
         ),
     ),
-    "GraniteForCausalLM": Architecture(family="granite", layout=_LLAMA),
+    "GraniteForCausalLM": Architecture(family="granite", mixes_windows=True, layout=_LLAMA),
     "OlmoForCausalLM": Architecture(
         family="olmo",
+        mixes_windows=True,
         layout=Layout(norm="none", qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS),
     ),
-    "Olmo2ForCausalLM": Architecture(family="olmo2", layout=_OLMO2),
+    "Olmo2ForCausalLM": Architecture(family="olmo2", mixes_windows=True, layout=_OLMO2),
     # internlm/internlm-20b modeling_internlm.py: Llama with a flag that biases all four projections.
     "InternLMForCausalLM": Architecture(
         family="internlm", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
@@ -476,12 +543,14 @@ _BY_CLASS: dict[str, Architecture] = {
     # Sliding windows in some or all layers.
     "Gemma2ForCausalLM": Architecture(
         family="gemma2",
+        mixes_windows=True,
         layout=_GEMMA2,
         defaults={"head_dim": 256, "sliding_window": 4096, "num_key_value_heads": 4},
         full_every=2,
     ),
     "Gemma3ForCausalLM": Architecture(
         family="gemma3",
+        mixes_windows=True,
         layout=Layout(
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
@@ -492,28 +561,35 @@ _BY_CLASS: dict[str, Architecture] = {
         defaults=_GEMMA3_TEXT,
         full_every=6,
     ),
-    "Gemma3ForConditionalGeneration": Architecture(family="gemma3", defaults=_GEMMA3_TEXT, full_every=6),
+    "Gemma3ForConditionalGeneration": Architecture(
+        family="gemma3", mixes_windows=True, defaults=_GEMMA3_TEXT, full_every=6
+    ),
     "Gemma3nForConditionalGeneration": Architecture(
         family="gemma3n",
+        mixes_windows=True,
         defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
         full_every=5,
     ),
     "Gemma4ForConditionalGeneration": Architecture(
         family="gemma4",
+        mixes_windows=True,
         defaults={"sliding_window": 512, "head_dim": 256, "global_head_dim": 512},
         full_every=6,
     ),
     "Cohere2ForCausalLM": Architecture(
         family="cohere2",
+        window_extra=1,
+        mixes_windows=True,
         layout=Layout(norms_per_layer=1, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True),
         defaults={"sliding_window": 4096},
         full_every=4,
     ),
     "Olmo3ForCausalLM": Architecture(
-        family="olmo3", layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4
+        family="olmo3", mixes_windows=True, layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4
     ),
     "GptOssForCausalLM": Architecture(
         family="gpt_oss",
+        mixes_windows=True,
         layout=Layout(
             qkv_bias=("attention_bias", True),
             output_bias=("attention_bias", True),
@@ -524,37 +600,71 @@ _BY_CLASS: dict[str, Architecture] = {
         defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
         full_every=2,
     ),
-    "MiMoV2FlashForCausalLM": Architecture(family="mimo_v2"),
+    "MiMoV2FlashForCausalLM": Architecture(
+        family="mimo_v2",
+        names=_MIMO_V2_NAMES,
+        defaults={"num_nextn_predict_layers": 1},
+        mixes_windows=True,
+        draft_layer=("sliding_window",),
+        draft_limit=1,
+    ),
     "Llama4ForConditionalGeneration": Architecture(
-        family="llama4", defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8}
+        family="llama4",
+        mixes_windows=True,
+        defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8},
     ),
     # Latent attention, sparse where an indexer is configured.
     "DeepseekV2ForCausalLM": Architecture(family="deepseek_v2"),
-    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3"),
-    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32"),
-    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa"),
-    "KimiK25ForConditionalGeneration": Architecture(family="kimi_k25"),
+    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3", draft_layer=("full",)),
+    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32", draft_layer=("full",)),
+    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa", draft_layer=("full",)),
     # States in some or all layers.
     "NemotronHForCausalLM": Architecture(
-        family="nemotron_h", names={"head_dim": "attention_head_dim"}, defaults={"num_key_value_heads": 8}
+        family="nemotron_h",
+        names={"head_dim": "attention_head_dim", "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"},
+        # vLLM model_executor/models/config.py NemotronHForCausalLMConfig: the state is float32 by default.
+        defaults={"num_key_value_heads": 8, "mamba_ssm_cache_dtype": "float32"},
+        state="mamba2",
+        draft_layer=("full",),
+        draft_limit=1,
     ),
     "Qwen3NextForCausalLM": Architecture(
         family="qwen3_next",
-        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2},
+        defaults=_GATED_DELTA_NET | {"num_key_value_heads": 2, "num_nextn_predict_layers": 1},
+        state="gated_delta_net",
+        draft_layer=("full",),
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
-        family="qwen3_5", defaults={"head_dim": 256, "full_attention_interval": 4}
+        family="qwen3_5",
+        names=_QWEN3_5_NAMES,
+        defaults=_GATED_DELTA_NET | {"num_nextn_predict_layers": 1},
+        state="gated_delta_net",
+        draft_layer=("full",),
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
-        family="qwen3_5_moe", defaults={"head_dim": 256, "full_attention_interval": 4}
+        family="qwen3_5_moe",
+        names=_QWEN3_5_NAMES,
+        defaults=_GATED_DELTA_NET | {"num_nextn_predict_layers": 1},
+        state="gated_delta_net",
+        draft_layer=("full",),
     ),
     "JambaForCausalLM": Architecture(
-        family="jamba", defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
+        family="jamba",
+        names=_MAMBA_NAMES,
+        defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
+        | {"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
+        state="mamba1",
     ),
     "FalconH1ForCausalLM": Architecture(
-        family="falcon_h1", every_layer=("full", "state"), defaults={"num_key_value_heads": 8}
+        family="falcon_h1",
+        names=_MAMBA_NAMES,
+        defaults=_MAMBA2 | {"num_key_value_heads": 8, "mamba_d_ssm": 1024},
+        every_layer=("full", "state"),
+        state="mamba2",
     ),
-    "GraniteMoeHybridForCausalLM": Architecture(family="granite_moe_hybrid"),
+    "GraniteMoeHybridForCausalLM": Architecture(
+        family="granite_moe_hybrid", names=_MAMBA_NAMES, defaults=_MAMBA2, state="mamba2"
+    ),
     # Cross-attention to an encoder.
     "MllamaForConditionalGeneration": Architecture(family="mllama", defaults={"num_key_value_heads": 8}),
     "WhisperForConditionalGeneration": Architecture(
@@ -588,10 +698,303 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
 }
 
+_CHATGLM = Architecture(
+    family="chatglm",
+    names={
+        "num_hidden_layers": "num_layers",
+        "head_dim": "kv_channels",
+        "vocab_size": "padded_vocab_size",
+        "max_position_embeddings": "seq_length",
+        "intermediate_size": "ffn_hidden_size",
+    },
+    kv_heads=_chatglm_kv_heads,
+)
+_GEMMA4 = _BY_CLASS["Gemma4ForConditionalGeneration"]
+_GEMMA3N = _BY_CLASS["Gemma3nForConditionalGeneration"]
+_EXAONE4 = Architecture(family="exaone4", defaults={"sliding_window": 4096}, mixes_windows=True, full_every=4)
+_MINIMAX_TEXT = Architecture(
+    family="minimax_text", defaults={"num_key_value_heads": 8}, state="linear_attention"
+)
+_BAILING_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+_LFM2 = Architecture(
+    family="lfm2", defaults={"num_key_value_heads": 8, "conv_L_cache": 3}, state="short_conv"
+)
+_MAMBA = Architecture(
+    family="mamba",
+    names={"ssm_state_size": "state_size", "mamba_expand": "expand"},
+    defaults={"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
+    every_layer=("state",),
+    state="mamba1",
+)
+
+#: Classes whose parameters are not counted, by what is known of their caches. Source: vLLM 0.33.0
+#: model_executor/models and vllm/models; older releases where 0.33 has dropped a class (registry.py
+#: _PREVIOUSLY_SUPPORTED_MODELS); names and defaults as everywhere.
+_CACHES_ONLY: dict[str, Architecture] = {
+    # Full attention in every layer, or one window for all.
+    **{
+        name: Architecture(family=family)
+        for name, family in {
+            "BailingMoeForCausalLM": "bailing_moe",
+            "BailingMoeV2ForCausalLM": "bailing_moe",
+            "DeepseekForCausalLM": "deepseek",
+            "ExaoneForCausalLM": "exaone",
+            "Glm4ForCausalLM": "glm4",
+            "GraniteMoeForCausalLM": "granitemoe",
+            "GraniteMoeSharedForCausalLM": "granitemoeshared",
+            "Grok1ForCausalLM": "grok1",
+            "HYV3ForCausalLM": "hy_v3",
+            "MiniCPMForCausalLM": "minicpm",
+            "NemotronForCausalLM": "nemotron",
+            "OlmoeForCausalLM": "olmoe",
+            "OrionForCausalLM": "orion",
+            "SolarForCausalLM": "solar",
+            "TeleChat2ForCausalLM": "telechat2",
+        }.items()
+    },
+    **{
+        name: Architecture(family=family, mixes_windows=True)
+        for name, family in {
+            "ApertusForCausalLM": "apertus",
+            "ArceeForCausalLM": "arcee",
+            "GlmForCausalLM": "glm",
+            "HunYuanDenseV1ForCausalLM": "hunyuan",
+            "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
+            "InternLM3ForCausalLM": "internlm3",
+            "Ministral3ForCausalLM": "ministral3",
+            "SeedOssForCausalLM": "seed_oss",
+            "TeleChat3ForCausalLM": "telechat3",
+        }.items()
+    },
+    "BaichuanForCausalLM": Architecture(
+        family="baichuan", names={"max_position_embeddings": "model_max_length"}
+    ),
+    "ChatGLMModel": _CHATGLM,
+    "DbrxForCausalLM": Architecture(
+        family="dbrx",
+        names={
+            "hidden_size": "d_model",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "max_position_embeddings": "max_seq_len",
+        },
+        kv_heads=_mpt_kv_heads,
+    ),
+    # Nemotron-NAS: heads by layer, and layers without attention.
+    "DeciLMForCausalLM": Architecture(family="nemotron_nas"),
+    "Dots1ForCausalLM": Architecture(
+        family="dots1", defaults=_SLIDING_BY_FLAG | {"max_window_layers": 62}, mixes_windows=True
+    ),
+    "Step3TextForCausalLM": Architecture(family="step3", names=_STEP_NAMES, kv_heads=lambda config: 1),
+    # Windows in some layers.
+    "AfmoeForCausalLM": Architecture(
+        family="afmoe",
+        names={"sliding_window_pattern": "global_attn_every_n_layers"},
+        defaults={"sliding_window": 1024},
+        mixes_windows=True,
+        full_every=4,
+    ),
+    "Cohere2MoeForCausalLM": Architecture(family="cohere2_moe", mixes_windows=True, window_extra=1),
+    "Exaone4ForCausalLM": _EXAONE4,
+    "ExaoneMoeForCausalLM": _EXAONE4._replace(family="exaone_moe", draft_layer=("sliding_window",)),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4,
+    "Llama4ForCausalLM": _BY_CLASS["Llama4ForConditionalGeneration"],
+    "MiMoV2ForCausalLM": _BY_CLASS["MiMoV2FlashForCausalLM"],
+    "Step3p5ForCausalLM": Architecture(
+        family="step3p5", names=_STEP_NAMES, mixes_windows=True, draft_layer=("sliding_window",)
+    ),
+    # Latent attention.
+    "DeepseekV4ForCausalLM": Architecture(
+        family="deepseek_v4",
+        defaults={"head_dim": 512, "index_head_dim": 128, "sliding_window": 128, "num_key_value_heads": 1},
+        compresses=True,
+        draft_layer=("compressed_1",),
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(family="glm4_moe_lite", draft_layer=("full",)),
+    # Two attentions a layer (longcat_flash.py).
+    "LongcatFlashForCausalLM": Architecture(
+        family="longcat_flash",
+        names={"num_hidden_layers": "num_layers"},
+        every_layer=("full", "full"),
+        defaults={"num_nextn_predict_layers": 1},
+        draft_layer=("full",),
+        draft_limit=1,
+    ),
+    "MiniCPM3ForCausalLM": Architecture(family="minicpm3", expands_latents=True, every_layer=("expanded",)),
+    "MistralLarge3ForCausalLM": Architecture(family="mistral_large3"),
+    # States in some or all layers.
+    "BailingMoeV2_5ForCausalLM": Architecture(
+        family="bailing_hybrid", defaults=_BAILING_MLA, state="linear_attention", draft_layer=("full",)
+    ),
+    "BailingMoeV3ForCausalLM": Architecture(
+        family="bailing_hybrid_v3",
+        defaults=_BAILING_MLA | {"short_conv_kernel_size": 4},
+        state="kda",
+        draft_layer=("full",),
+    ),
+    "BambaForCausalLM": Architecture(
+        family="bamba",
+        names=_MAMBA_NAMES,
+        defaults=_MAMBA2 | {"num_key_value_heads": 8, "attn_layer_indices": []},
+        state="mamba2",
+    ),
+    "KimiLinearForCausalLM": Architecture(
+        family="kimi_linear",
+        names={"max_position_embeddings": "model_max_length"},
+        state="kda",
+        draft_layer=("full",),
+    ),
+    "Lfm2ForCausalLM": _LFM2,
+    "Lfm2MoeForCausalLM": _LFM2._replace(family="lfm2_moe"),
+    "MambaForCausalLM": _MAMBA,
+    "FalconMambaForCausalLM": _MAMBA._replace(family="falcon_mamba"),
+    "Mamba2ForCausalLM": Architecture(
+        family="mamba2",
+        names={
+            "mamba_num_heads": "num_heads",
+            "mamba_head_dim": "head_dim",
+            "ssm_state_size": "state_size",
+            "mamba_expand": "expand",
+        },
+        defaults={"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
+        | {"n_groups": 8, "conv_kernel": 4, "mamba_expand": 2},
+        every_layer=("state",),
+        state="mamba2",
+    ),
+    "MiniMaxForCausalLM": _MINIMAX_TEXT,
+    "MiniMaxM1ForCausalLM": _MINIMAX_TEXT,
+    "MiniMaxText01ForCausalLM": _MINIMAX_TEXT,
+    "OlmoHybridForCausalLM": Architecture(family="olmo_hybrid", state="gated_delta_net"),
+    "Plamo2ForCausalLM": Architecture(
+        family="plamo2",
+        names={
+            "ssm_state_size": "mamba_d_state",
+            "conv_kernel": "mamba_d_conv",
+            "head_dim": "hidden_size_per_head",
+        }
+        | {"mamba_head_dim": "hidden_size_per_head"},
+        state="mamba2",
+    ),
+    "Qwen3_5ForCausalLM": _BY_CLASS["Qwen3_5ForConditionalGeneration"],
+    "Qwen3_5MoeForCausalLM": _BY_CLASS["Qwen3_5MoeForConditionalGeneration"],
+    # Attention in hybrid layers works on twice the hidden size (configuration_zamba2.py, zamba2.py).
+    "Zamba2ForCausalLM": Architecture(
+        family="zamba2",
+        names={
+            "head_dim": "attention_head_dim",
+            "mamba_num_heads": "n_mamba_heads",
+            "mamba_head_dim": "mamba_headdim",
+            "ssm_state_size": "mamba_d_state",
+            "n_groups": "mamba_ngroups",
+            "conv_kernel": "mamba_d_conv",
+        },
+        defaults={
+            "mamba_num_heads": 8,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "mamba_expand": 2,
+        },
+        head_dim_factor=2,
+        state="mamba2",
+    ),
+    # Encoders see all tokens at once and keep nothing.
+    **{
+        f"{name}{head}": Architecture(family=name.lower(), every_layer=())
+        for name in ("Bert", "Roberta", "XLMRoberta", "ModernBert", "NomicBert", "Gte", "GteNew")
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    },
+}
+
+#: Classes that put a vision or audio tower before a language model: towers keep nothing, so what is kept follows from
+#: the class within. None: the nested config names that class or its ``model_type``.
+_AROUND: Mapping[str, str | None] = {
+    "AriaForConditionalGeneration": "LlamaForCausalLM",
+    "AudioFlamingo3ForConditionalGeneration": "Qwen2ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration": "BailingMoeV3ForCausalLM",
+    "Cohere2VisionForConditionalGeneration": "Cohere2ForCausalLM",
+    "DeepseekOCRForCausalLM": "DeepseekV2ForCausalLM",
+    "DeepseekVLV2ForCausalLM": "DeepseekV2ForCausalLM",
+    "DotsOCRForCausalLM": "Qwen2ForCausalLM",
+    "Eagle2_5_VLForConditionalGeneration": None,
+    "Ernie4_5_VLMoeForConditionalGeneration": "Ernie4_5_MoeForCausalLM",
+    "Exaone4_5_ForConditionalGeneration": "Exaone4ForCausalLM",
+    "GLM4VForCausalLM": "ChatGLMModel",
+    "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
+    "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
+    "GraniteSpeechForConditionalGeneration": "GraniteForCausalLM",
+    "H2OVLChatModel": None,
+    "Idefics3ForConditionalGeneration": None,
+    "InternS1ForConditionalGeneration": None,
+    "InternVLChatModel": None,
+    "InternVLForConditionalGeneration": None,
+    "IsaacForConditionalGeneration": "Qwen3ForCausalLM",
+    "KeyeForConditionalGeneration": "Qwen3ForCausalLM",
+    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
+    "Llama_Nemotron_Nano_VL": "LlamaForCausalLM",
+    "LlavaForConditionalGeneration": None,
+    "LlavaNextForConditionalGeneration": None,
+    "LlavaNextVideoForConditionalGeneration": None,
+    "LlavaOnevisionForConditionalGeneration": None,
+    "MiMoV2OmniForCausalLM": "MiMoV2FlashForCausalLM",
+    "MiniCPMO": "Qwen2ForCausalLM",
+    "MiniCPMV": "Qwen2ForCausalLM",
+    "Mistral3ForConditionalGeneration": None,
+    "NVLM_D": "Qwen2ForCausalLM",
+    "NemotronH_Nano_VL_V2": "NemotronHForCausalLM",
+    "Ovis2_5": None,
+    "PaddleOCRVLForConditionalGeneration": "Ernie4_5ForCausalLM",
+    "PaliGemmaForConditionalGeneration": None,
+    "Phi3VForCausalLM": "Phi3ForCausalLM",
+    "Phi4MMForCausalLM": "Phi3ForCausalLM",
+    "PixtralForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2ForCausalLM",
+    "Qwen3ASRForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+    "SkyworkR1VChatModel": None,
+    "SmolVLMForConditionalGeneration": None,
+    "Step3VLForConditionalGeneration": "Step3TextForCausalLM",
+    "Step3p7ForConditionalGeneration": "Step3p5ForCausalLM",
+    "UltravoxModel": None,
+    "VoxtralForConditionalGeneration": "MistralForCausalLM",
+}
+
+_NO_STATE_CACHE = "vLLM does not serve it: it has no cache for its recurrent state"
+_OTHER_POOLS = "not yet supported: its indexer pools keys and keeps the open pool in a ring of its own"
+_OTHER_KEYS = "not yet supported: the keys of its indexer are kept in a form of their own"
+#: Why a class that people ask for is refused.
+REFUSED: Mapping[str, str] = {
+    "RwkvForCausalLM": _NO_STATE_CACHE,
+    "Rwkv5ForCausalLM": _NO_STATE_CACHE,
+    "Rwkv6ForCausalLM": _NO_STATE_CACHE,
+    "RWKV7ForCausalLM": _NO_STATE_CACHE,
+    "RecurrentGemmaForCausalLM": _NO_STATE_CACHE,
+    "Glm5NextForCausalLM": _OTHER_POOLS,
+    "Glm5NextForConditionalGeneration": _OTHER_POOLS,
+    "MiniMaxM3SparseForCausalLM": _OTHER_KEYS,
+    "MiniMaxM3SparseForConditionalGeneration": _OTHER_KEYS,
+    "DeepseekV41ForCausalLM": "not yet supported: its compressed caches differ from those of DeepSeek-V4",
+    "VoxtralRealtimeGeneration": "not yet supported: its audio encoder keeps a pooled cache",
+}
+
 #: Other class names that published configs carry for the same architecture (vLLM 0.33,
 #: model_executor/models/registry.py).
 _SAME_AS = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "AquilaModel": "LlamaForCausalLM",
+    "BaiChuanForCausalLM": "BaichuanForCausalLM",
+    "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
@@ -599,7 +1002,22 @@ _SAME_AS = {
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
 }
 
+_KNOWN = _CACHES_ONLY | _BY_CLASS
+_KNOWN |= {name: _KNOWN[known] for name, known in _SAME_AS.items()}
+
 #: By the class name in ``architectures`` of a config.json.
-ARCHITECTURES: Mapping[str, Architecture] = _BY_CLASS | {
-    name: _BY_CLASS[known] for name, known in _SAME_AS.items()
+ARCHITECTURES: Mapping[str, Architecture] = _KNOWN | {
+    name: _KNOWN[within]._replace(layout=None) for name, within in _AROUND.items() if within
+}
+
+#: Classes around a language model that only the config names.
+AROUND_ANY = frozenset(name for name, within in _AROUND.items() if within is None)
+
+#: The class that a nested config means which names no class, by its ``model_type``: the first of the family that
+#: generates text.
+BY_MODEL_TYPE: Mapping[str, str] = {
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    **{known.family: name for name, known in list(_KNOWN.items())[::-1] if name.endswith("ForCausalLM")},
 }
