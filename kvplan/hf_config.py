@@ -197,10 +197,11 @@ _WEIGHT_NEUTRAL = (
     | {"use_cla", "mamba_ssm_dtype", "mamba_ssm_cache_dtype", "index_topk_freq", "index_skip_topk_offset"}
     | {"num_nextn_predict_layers", "index_topk_pattern"}
 )
-#: Names of fields that may change what is kept: those of an unknown class are told.
-_TELLING = re.compile(
-    r"attn|attention|cache|compress|conv|head|index|kv|latent|layer_types|mamba|rank|ssm|state|window"
-)
+#: What nearly all names of classes end in says nothing about their likeness.
+_SUFFIX = r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$"
+#: Names of fields that may change what is kept, and of some that do not: those of an unknown class are told.
+_TELLING = r"attn|attention|compress|conv|head|index|kv|latent|layer_types|mamba|rank|ssm|state|window"
+_TELLING_NOTHING = r"_dropout|_bias|^output_|rotary|rope|vision|audio|image|video|^pretraining"
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
@@ -379,9 +380,14 @@ def _within(config: Mapping[str, object], where: str) -> Architecture:
 
 def _unknown_architecture(name: str, flat: Mapping[str, object], where: str) -> InputError:
     """Names the fields that nobody read, and the class that is nearest in name or in fields."""
-    unread = sorted(key for key in flat if key not in CATALOGUE_FIELDS and _TELLING.search(key))
-    near = difflib.get_close_matches(name, ARCHITECTURES, n=1)
-    nearest = near[0] if near else _nearest_by_fields(flat)
+    unread = sorted(
+        key[:40]
+        for key in flat.keys() - CATALOGUE_FIELDS
+        if re.search(_TELLING, key) and not re.search(_TELLING_NOTHING, key)
+    )
+    stems = {re.sub(_SUFFIX, "", known): known for known in ARCHITECTURES}
+    near = difflib.get_close_matches(re.sub(_SUFFIX, "", name), stems, n=1, cutoff=0.75)
+    nearest = stems[near[0]] if near else _nearest_by_fields(flat)
     told = f"; nothing here reads {', '.join(unread[:8])}" if unread else ""
     more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
     return InputError(
