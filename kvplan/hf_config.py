@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -472,9 +473,11 @@ def _number_fault(name: str, value: object) -> _Fault | None:
     lowest = -1 if name == "moe_layer_end_index" else 0 if name in _FROM_ZERO else 1
     if value < lowest:
         return _Fault(name, f"{name} is {value}, below {lowest}", f"write a number of at least {lowest}")
-    highest = {"num_hidden_layers": _MAX_LAYERS, "parameters": _MAX_PARAMETERS}.get(
-        name, _MAX_LENGTH if name in _LENGTHS else _MAX_COUNT
-    )
+    highest = {
+        "num_hidden_layers": _MAX_LAYERS,
+        "num_nextn_predict_layers": _MAX_LAYERS,
+        "parameters": _MAX_PARAMETERS,
+    }.get(name, _MAX_LENGTH if name in _LENGTHS else _MAX_COUNT)
     if value > highest:
         return _Fault(name, f"{name} is {value}, above {highest:,}", "no known model is that large")
     return None
@@ -490,7 +493,8 @@ def _dtype_fault(name: str, value: object) -> _Fault | None:
 
 def _quoted(value: object) -> str:
     """A wrong value for a message, cut where it is long."""
-    text = str(value)
+    # A list may be a million long, or nested deeper than Python can write.
+    text = value if isinstance(value, str) else reprlib.repr(value)
     return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
 
 

@@ -21,7 +21,16 @@ CORE = [name for name in SOURCES if name.startswith("kvplan.core.")]
 
 #: The two chains of the core, lowest first. A module imports from its own chain only what stands lower, and
 #: from the other chain nothing: they meet in whole numbers. The allocator never learns what a model is.
-MEMORY = {"gpu": 0, "model": 0, "architectures": 0, "attention": 1, "weights": 1, "sizing": 2}
+MEMORY = {
+    "gpu": 0,
+    "kv_cache": 0,
+    "architectures": 0,
+    "model": 1,
+    "kv_groups": 1,
+    "attention": 1,
+    "weights": 2,
+    "sizing": 3,
+}
 SCHEDULING = {
     "request": 0,
     "content": 1,

@@ -73,6 +73,15 @@ _COMPRESS_RATIOS: Mapping[object, LayerKinds] = {
     128: ("compressed_128",),
 }
 
+#: What the layers for multi-token prediction are, where the config writes it out. Nemotron-H takes a short stack of
+#: layers for one step (vLLM nemotron_h_mtp.py, which allows one step).
+_DRAFT_LISTS: Mapping[str, Mapping[object, LayerKinds]] = {
+    "mtp_hybrid_override_pattern": PATTERN_LETTERS,
+    "mtp_layer_types": LAYER_WORDS,
+    "mtp_layers_block_type": LAYER_WORDS,
+}
+_MAX_DRAFT_LAYERS = 1000
+
 #: Fields that only models with states have: a hint that full attention is not the whole story.
 _STATE_FIELDS = (
     "linear_attn_config",
@@ -143,14 +152,12 @@ def draft_kinds(config: Config, architecture: Architecture) -> tuple[LayerKinds,
         return ()
     if architecture.draft_limit is not None:
         count = min(count, architecture.draft_limit)
-    letters = config.get("mtp_hybrid_override_pattern")
-    if isinstance(letters, str):
-        # Nemotron-H: one step of prediction is a short stack of layers (nemotron_h_mtp.py).
-        return _translate("mtp_hybrid_override_pattern", list(letters), PATTERN_LETTERS, len(letters)) * count
-    for name in ("mtp_layer_types", "mtp_layers_block_type"):
+    for name, meaning in _DRAFT_LISTS.items():
         words = config.get(name)
-        if isinstance(words, list):
-            return _translate(name, words, LAYER_WORDS, len(words))
+        if isinstance(words, (str, list)):
+            if len(words) > _MAX_DRAFT_LAYERS:
+                raise InputError(f"{name} names {len(words):,} layers", hint="no known model has so many")
+            return _translate(name, list(words), meaning, len(words))
     words = config.get("layer_types")
     layers = number(config, "num_hidden_layers")
     if isinstance(words, list) and len(words) == layers + number(config, "num_nextn_predict_layers"):

@@ -476,10 +476,17 @@ def test_layers_for_drafts_are_those_that_vllm_builds(
         ({"hybrid_override_pattern": "MX**"}, 'hybrid_override_pattern[1] is "X"'),
         ({"kv_lora_rank": 512, "qk_nope_head_dim": 128}, "qk_rope_head_dim is missing"),
         ({"compress_ratios": [0, 0, 2, 0]}, 'compress_ratios[2] is "2"'),
+        ({"num_nextn_predict_layers": 10**6}, "num_nextn_predict_layers is 1000000, above 10,000"),
     ],
 )
 def test_what_cannot_be_told_is_refused(fields: dict[str, Any], what: str) -> None:
     assert what in error_of("LlamaForCausalLM", **fields)
+
+
+def test_no_list_of_layers_for_drafts_is_endless() -> None:
+    fields = {"hybrid_override_pattern": "----", "num_nextn_predict_layers": 1, "head_dim": 16}
+    what = error_of("NemotronHForCausalLM", **fields, mtp_hybrid_override_pattern="*" * 2000)
+    assert what == "mtp_hybrid_override_pattern names 2,000 layers"
 
 
 def test_a_state_whose_sizes_are_missing_is_refused() -> None:
