@@ -14,12 +14,13 @@ from kvplan.catalogue import (
     find_entry,
     gpu_from_entry,
     read_catalogue,
+    search_catalogue,
 )
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
-from kvplan.hf_config import CATALOGUE_FIELDS, Origin, spec_from_config
+from kvplan.hf_config import CATALOGUE_FIELDS, Origin, draft_layers, spec_from_config
 from kvplan.safe_yaml import parse_scalar
 
 __all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
@@ -35,7 +36,7 @@ def load_model(
     """The model that ``name`` stands for.
 
     Tried in this order: a name, alias or Hugging Face id in the catalogue; ``file.yaml#name`` or a
-    ``file.yaml`` with one model; a config.json or a folder with one. ``catalogue`` replaces the
+    ``file.yaml`` with one model; a GGUF file; a config.json or a folder with one. ``catalogue`` replaces the
     shipped ``models.yaml``. ``overrides`` are texts ``key=value`` that replace fields; ``where`` is the
     argument that errors name. Raises `InputError`.
     """
@@ -47,20 +48,15 @@ def load_model(
     path_text, _, fragment = name.partition("#")
     if path_text.lower().endswith(_YAML_SUFFIXES):
         return _model_from_entry(_entry_of_file(Path(path_text), fragment), changes)
-    entries = read_catalogue(catalogue or resource("models.yaml"))
-    entry = find_entry(name, entries)
+    entries = read_catalogue(catalogue) if catalogue else ()
+    entry = find_entry(name, entries) if catalogue else search_catalogue(resource("models.yaml"), name)
     if entry is not None:
         return _model_from_entry(entry, changes)
-    if name.lower().endswith(".gguf"):
-        raise InputError(
-            f'not yet supported: the GGUF file "{name}"',
-            where=where,
-            hint="give the config.json of the model it was made from",
-        )
-    path = _config_path(name, where)
+    path = _model_path(name, where)
     if path is not None:
-        return _model_from_json(path, changes)
-    raise unknown_name("model", name, entry_names(entries), where=where, listing="kvplan models")
+        return _model_from_gguf(path, changes) if _is_gguf(path) else _model_from_json(path, changes)
+    names = entry_names(entries or read_catalogue(resource("models.yaml")))
+    raise unknown_name("model", name, names, where=where, listing="kvplan models")
 
 
 def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
@@ -71,10 +67,10 @@ def list_models(catalogue: Path | None = None) -> tuple[ModelSpec, ...]:
 
 def load_gpu(name: str) -> Gpu:
     """The GPU of a name or alias in the shipped catalogue; raises `InputError`."""
-    entries = read_catalogue(resource("gpus.yaml"))
-    entry = find_entry(name, entries)
+    entry = search_catalogue(resource("gpus.yaml"), name)
     if entry is None:
-        raise unknown_name("GPU", name, entry_names(entries), where="--gpu", listing="kvplan gpus")
+        names = entry_names(read_catalogue(resource("gpus.yaml")))
+        raise unknown_name("GPU", name, names, where="--gpu", listing="kvplan gpus")
     return gpu_from_entry(entry)
 
 
@@ -83,8 +79,12 @@ def list_gpus() -> tuple[Gpu, ...]:
     return tuple(gpu_from_entry(entry) for entry in read_catalogue(resource("gpus.yaml")))
 
 
-def _config_path(name: str, where: str) -> Path | None:
-    """The config.json that a path means; None where the text is no path. Raises `InputError`."""
+def _is_gguf(path: Path) -> bool:
+    return path.suffix.lower() == ".gguf"
+
+
+def _model_path(name: str, where: str) -> Path | None:
+    """The config.json or GGUF file that a path means; None where the text is no path. Raises `InputError`."""
     path = Path(name)
     try:
         if path.is_dir():
@@ -99,7 +99,7 @@ def _config_path(name: str, where: str) -> Path | None:
             return path
     except OSError as error:
         raise InputError(f'cannot look for "{name[:60]}": {error.strerror}', where=where) from None
-    if path.suffix.lower() == ".json" or name.startswith(("/", "./", "../", "~")):
+    if path.suffix.lower() in (".json", ".gguf") or name.startswith(("/", "./", "../", "~")):
         raise InputError(f'no such file: "{name}"', where=where, hint="check the path")
     return None
 
@@ -174,12 +174,31 @@ def _model_from_json(path: Path, changes: Mapping[str, object]) -> ModelSpec:
         )
     from kvplan.safetensors import read_stored_weights  # only models in folders have such files
 
+    stored = None
+    if path.name == "config.json":
+        stored = read_stored_weights(path.parent, draft_layers=draft_layers(config))
     name = path.resolve().parent.name if path.name == "config.json" else path.stem
     return spec_from_config(
         config,
         origin=Origin(str(path), name, _json_lines(text)),
         source=str(path),
-        stored=read_stored_weights(path.parent) if path.name == "config.json" else None,
+        stored=stored,
+        overrides=changes,
+    )
+
+
+def _model_from_gguf(path: Path, changes: Mapping[str, object]) -> ModelSpec:
+    """The model of a GGUF file, or of the first of several."""
+    from kvplan.gguf import read_gguf, split_name  # few models are such files
+    from kvplan.gguf_config import config_of, stored_weights
+
+    model = read_gguf(path)
+    config = config_of(model, where=str(path))
+    return spec_from_config(
+        config,
+        origin=Origin(str(path), split_name(path) or path.stem),
+        source=str(path),
+        stored=stored_weights(model, config),
         overrides=changes,
     )
 

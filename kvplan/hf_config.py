@@ -25,9 +25,11 @@ from kvplan.core.architectures import (
     number,
 )
 from kvplan.core.attention import draft_caches, layer_caches
+from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
-from kvplan.core.model import ModelSpec, WeightGroup, Weights
-from kvplan.core.weights import weight_groups
+from kvplan.core.layouts import mlp_of
+from kvplan.core.model import ModelSpec
+from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
 
 if TYPE_CHECKING:
@@ -50,6 +52,7 @@ _LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attentio
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _COUNTS = {
     "attn_layer_period",
+    "chunk_size",
     "conv_L_cache",
     "conv_dim",
     "conv_kernel",
@@ -69,6 +72,7 @@ _COUNTS = {
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
+    "mamba_chunk_size",
     "mamba_d_ssm",
     "mamba_d_state",
     "mamba_expand",
@@ -82,8 +86,6 @@ _COUNTS = {
     "moe_layer_interval",
     "no_rope_layer_interval",
     "num_attention_heads",
-    "num_experts",
-    "num_experts_per_tok",
     "num_global_key_value_heads",
     "num_hidden_layers",
     "num_key_value_heads",
@@ -107,6 +109,8 @@ _COUNTS_FROM_ZERO = {
     "moe_layer_start_index",
     "moe_num_shared_experts",
     "n_shared_experts",
+    "num_experts",
+    "num_experts_per_tok",
     "num_kv_shared_layers",
     "num_nextn_predict_layers",
     "qk_rope_head_dim",
@@ -181,8 +185,21 @@ _OTHERS = {"intermediate_size", "moe_layer_end_index", "parameters", "index_topk
 _OTHERS |= {"use_bidirectional_attention"}
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
+#: Fields that only the count of parameters reads (kvplan/core/families.py), which checks them itself.
+_WEIGHTS_ONLY = {
+    "encoder_attention_heads",
+    "encoder_ffn_dim",
+    "encoder_layers",
+    "index_n_heads",
+    "moe_layer_freq",
+    "num_shared_experts",
+    "q_lora_rank",
+    "shared_intermediate_size",
+}
 #: Every field that a catalogue entry may have: architectures' own names are as good as common ones.
-CATALOGUE_FIELDS = FIELDS | {"torch_dtype"} | {n for a in ARCHITECTURES.values() for n in a.names.values()}
+CATALOGUE_FIELDS = (
+    FIELDS | _WEIGHTS_ONLY | {"torch_dtype"} | {n for a in ARCHITECTURES.values() for n in a.names.values()}
+)
 
 #: Names that `ModelSpec` has for config fields, so that ``--set`` takes both.
 _SPEC_NAMES = {
@@ -271,11 +288,13 @@ def spec_from_config(
         rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(fields, weight_groups(name, fields), stored),
+        weights=_weights(name, fields, stored),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
         draft_layers=drafts,
+        mlp=mlp_of(architecture.layout, fields),
+        mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
     )
 
 
@@ -305,6 +324,17 @@ def read_fields(
     if faults:
         raise _as_error(faults, origin, architecture, overrides)
     return fields
+
+
+def draft_layers(config: Mapping[str, object]) -> range:
+    """The numbers that a checkpoint gives to layers for multi-token prediction, after those of the model.
+
+    vLLM 0.33 leaves them out of the model (model_executor/models/utils.py ``get_spec_layer_idx_from_weight_name``,
+    and minimax_m2.py, whose config calls them modules). Empty where the config has none or is wrong.
+    """
+    flat = _flatten(config)
+    layers = number(flat, "num_hidden_layers")
+    return range(layers, layers + number(flat, "num_nextn_predict_layers", number(flat, "num_mtp_modules")))
 
 
 def _flatten(config: Mapping[str, object]) -> dict[str, object]:
@@ -521,8 +551,10 @@ def _complete(fields: dict[str, object], architecture: Architecture) -> None:
 
 def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> list[_Fault]:
     """What is missing, and what does not go together."""
-    layout = architecture.layout
-    experts = layout.experts if layout else None
+    # A total that is written need not be counted; what is no plain decoder tells what it lacks itself.
+    counts = is_plain(architecture.family) and fields.get("parameters") is None
+    layout = architecture.layout if counts else None
+    experts = layout.experts if layout and fields.get("num_experts") != 0 else None
     required = list(_REQUIRED)
     if not _is_attention_free(architecture):
         required.append("num_attention_heads")
@@ -530,7 +562,7 @@ def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> l
         required.append("max_position_embeddings")
     if experts:
         required.extend(_REQUIRED_BY_EXPERTS)
-    if layout and not (experts and experts.layers(fields) >= number(fields, "num_hidden_layers")):
+    if layout and not (experts and len([*experts.layers(fields)]) >= number(fields, "num_hidden_layers")):
         required.append("intermediate_size")
     faults = [
         _Fault(name, f"{name} is missing", "add it as the model's config.json has it")
@@ -679,19 +711,29 @@ def _served_dtype(fields: Mapping[str, object], stored: StoredWeights | None) ->
     return SERVED_FOR_FLOAT32 if dtype == "float32" else dtype
 
 
-def _weights(
-    fields: Mapping[str, object], groups: tuple[WeightGroup, ...], stored: StoredWeights | None
-) -> Weights:
+def _weights(architecture: str, fields: Mapping[str, object], stored: StoredWeights | None) -> Weights:
     quantization = _quantization(fields)
-    counted = sum(group.elements for group in groups) if groups else None
+    groups, unknown = _counted_groups(architecture, fields)
+    counted = parameters_of(groups) if groups else None
     if stored:
-        # Quantized files pack several weights into one element and add scales: their count says little.
-        parameters = stored.parameters if quantization is None else counted
-        return Weights(parameters, "safetensors", groups, stored.stored_bytes, quantization)
+        # Quantized safetensors pack several weights into one element and add scales: their count says little.
+        packed = quantization is not None and stored.source == "safetensors"
+        parameters = counted if packed else stored.parameters
+        return Weights(parameters, stored.source, groups, stored.stored_bytes, quantization)
     given = fields.get("parameters")
     if isinstance(given, int) and given != counted:
         return Weights(given, "catalogue", (), None, quantization)
-    return Weights(counted, "config", groups, None, quantization)
+    return Weights(counted, "config", groups, None, quantization, unknown)
+
+
+def _counted_groups(
+    architecture: str, fields: Mapping[str, object]
+) -> tuple[tuple[WeightGroup, ...], str | None]:
+    """The weights, listed, or none and why: a config that lacks a size of theirs can still be sized for KV."""
+    try:
+        return weight_groups(architecture, fields), None
+    except InputError as error:
+        return (), error.what
 
 
 def _quantization(fields: Mapping[str, object]) -> str | None:

@@ -121,6 +121,11 @@ def read_yaml(path: Path, *, name: str | None = None) -> Node:
         raise InputError(
             f"not UTF-8: byte 0x{raw[error.start]:02x}", where=f"{file}:{line}", hint="save the file as UTF-8"
         ) from error
+    return parse_yaml(text, file)
+
+
+def parse_yaml(text: str, file: str) -> Node:
+    """The one document of a text, whose file is called ``file`` in errors; raises `InputError` naming its line."""
     root = _compose(text, file)
     if root is None:
         raise InputError("the file is empty", where=file, hint="write at least one entry")

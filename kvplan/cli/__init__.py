@@ -28,17 +28,9 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE, as the shell has it: no verdict was deliver
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
 #: Options and commands of the contract that come later, so that asking for one gets a true answer.
 _LATER = {
-    *(
-        "--pipeline-parallel-size",
-        "-pp",
-        "-p",
-        "--data-parallel-size",
-        "-dp",
-        "--decode-context-parallel-size",
-    ),
-    *("--enable-expert-parallel", "--quantization", "-q", "--num-speculative-tokens", "--lengths", "--trace"),
-    *("--suggest", "--from", "--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
-    *("--async-scheduling", "--no-async-scheduling", "compare", "trace", "kernel-bench", "audit", "explain"),
+    *("--lengths", "--trace", "--suggest", "--from"),
+    *("--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
+    *("compare", "trace", "kernel-bench", "audit", "explain"),
 }
 _COMMANDS = ("size", "simulate", "check", "models", "gpus")
 

@@ -8,7 +8,7 @@ older config calls them. Source of layouts, field names and defaults: transforme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Literal, NamedTuple
 
@@ -21,6 +21,9 @@ Flag = bool | tuple[str, bool]
 #: A count that follows from the config.
 CountRule = Callable[[Config], int]
 
+#: Layers that follow from the config, by their index.
+LayerRule = Callable[[Config], Iterable[int]]
+
 
 class Experts(NamedTuple):
     """The routed experts of a mixture-of-experts model, each a gated MLP.
@@ -28,14 +31,14 @@ class Experts(NamedTuple):
     Fields read: ``num_experts``, ``num_experts_per_tok``, ``moe_intermediate_size``.
     """
 
-    #: How many layers have experts; the others have the dense MLP.
-    layers: CountRule
+    #: Which layers have experts; the others have the dense MLP.
+    layers: LayerRule
     #: Width of all shared experts of one layer together.
     shared_width: CountRule | None = None
     #: A gate of one output before the shared expert (Qwen2-MoE).
     shared_gate: bool = False
-    #: One correction per expert and layer that is stored as a parameter (Ernie 4.5).
-    correction: bool = False
+    #: One correction per expert and layer, in float32: a parameter in transformers (Ernie 4.5) or a buffer.
+    correction: Literal["parameter", "buffer"] | None = None
     #: Biases in the experts and in the router (gpt-oss).
     biases: bool = False
 
@@ -64,6 +67,8 @@ class Layout(NamedTuple):
     #: ``tie_word_embeddings`` where the config does not say.
     tied: bool = False
     head_bias: Flag = False
+    #: vLLM builds the vocabulary's table on every stage of a pipeline, not only where it is used.
+    every_stage_embeds: bool = False
 
 
 class Architecture(NamedTuple):
@@ -119,31 +124,62 @@ def is_on(config: Config, flag: Flag) -> bool:
     return default if value is None else bool(value)
 
 
-def _all_layers(config: Config) -> int:
-    return number(config, "num_hidden_layers")
+def _all_layers(config: Config) -> range:
+    return range(number(config, "num_hidden_layers"))
 
 
-def _after_first_dense(config: Config) -> int:
-    return number(config, "num_hidden_layers") - number(config, "first_k_dense_replace")
+def _after_first_dense(config: Config) -> range:
+    return range(number(config, "first_k_dense_replace"), number(config, "num_hidden_layers"))
 
 
-def _qwen_sparse_layers(config: Config) -> int:
+def _qwen_sparse_layers(config: Config) -> list[int]:
     """Every ``decoder_sparse_step``-th layer that is not in ``mlp_only_layers``."""
     step = number(config, "decoder_sparse_step", 1)
     dense = config.get("mlp_only_layers")
     only_mlp = set(dense) if isinstance(dense, list) else set()
-    return sum(
-        1 for i in range(number(config, "num_hidden_layers")) if i not in only_mlp and (i + 1) % step == 0
-    )
+    return [i for i in _all_layers(config) if i not in only_mlp and (i + 1) % step == 0]
 
 
-def _ernie_sparse_layers(config: Config) -> int:
+def _ernie_sparse_layers(config: Config) -> list[int]:
     """Each ``moe_layer_interval``-th layer from the start index to the end index, -1 being the last."""
-    layers = number(config, "num_hidden_layers")
     first, last = number(config, "moe_layer_start_index", 1), number(config, "moe_layer_end_index", -1)
     interval = number(config, "moe_layer_interval", 1)
-    last = layers - 1 if last == -1 else last
-    return sum(1 for i in range(layers) if first <= i <= last and (i + 1) % interval == 0)
+    layers = _all_layers(config)
+    last = len(layers) - 1 if last == -1 else last
+    return [i for i in layers if first <= i <= last and (i + 1) % interval == 0]
+
+
+def _moe_frequency_layers(config: Config) -> list[int]:
+    """The layers after the first dense ones, each ``moe_layer_freq``-th, or those that a list of it marks."""
+    frequency = config.get("moe_layer_freq")
+    if isinstance(frequency, list):
+        return [i for i, mark in enumerate(frequency) if mark]
+    every = frequency if isinstance(frequency, int) and frequency > 0 else 1
+    return [i for i in _after_first_dense(config) if i % every == 0]
+
+
+def _interleaved_layers(config: Config) -> list[int]:
+    """Llama-4: the last layer of each ``interleave_moe_layer_step``, or those that ``moe_layers`` lists."""
+    listed = config.get("moe_layers")
+    if isinstance(listed, list):
+        return [i for i in listed if isinstance(i, int)]
+    step = number(config, "interleave_moe_layer_step", 1) or 1
+    return [*_all_layers(config)][step - 1 :: step]
+
+
+def _periodic_layers(config: Config) -> list[int]:
+    """Jamba: one layer with experts in each ``expert_layer_period``."""
+    period, offset = number(config, "expert_layer_period", 2), number(config, "expert_layer_offset", 1)
+    return [i for i in _all_layers(config) if period and i % period == offset]
+
+
+def _after_first(field: str) -> LayerRule:
+    """The layers after as many dense ones as a field says."""
+    return lambda config: range(number(config, field), number(config, "num_hidden_layers"))
+
+
+def _width(field: str) -> CountRule:
+    return lambda config: number(config, field)
 
 
 def _shared_by_count(count_field: str, default: int) -> CountRule:
@@ -167,18 +203,17 @@ def _falcon_kv_heads(config: Config) -> int:
     return 1 if is_on(config, ("multi_query", True)) else heads
 
 
-def _bigcode_kv_heads(config: Config) -> int:
-    return 1 if is_on(config, ("multi_query", True)) else number(config, "num_attention_heads")
-
-
 def _chatglm_kv_heads(config: Config) -> int:
-    """The groups of ``multi_query_attention`` (vLLM model_executor/models/chatglm.py)."""
     heads = number(config, "num_attention_heads")
     return (
         number(config, "multi_query_group_num", heads)
         if is_on(config, ("multi_query_attention", False))
         else heads
     )
+
+
+def _bigcode_kv_heads(config: Config) -> int:
+    return 1 if is_on(config, ("multi_query", True)) else number(config, "num_attention_heads")
 
 
 def _mpt_kv_heads(config: Config) -> int:
@@ -198,10 +233,25 @@ _USE_BIAS = ("use_bias", False)
 _LLAMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False))
 _QWEN2 = Layout(qkv_bias=True)
 _QWEN3 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head")
-_GEMMA = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True)
-_GEMMA2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, norms_per_layer=4, tied=True)
+_GEMMA = Layout(every_stage_embeds=True, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True)
+_GEMMA2 = Layout(
+    every_stage_embeds=True,
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    norms_per_layer=4,
+    tied=True,
+)
+_GEMMA3 = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    norms_per_layer=4,
+    qk_norm="head",
+    tied=True,
+    every_stage_embeds=True,
+)
 _OLMO2 = Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="all_heads")
 _GPT2 = Layout(
+    every_stage_embeds=True,
     norm="weight+bias",
     qkv_bias=True,
     output_bias=True,
@@ -209,6 +259,42 @@ _GPT2 = Layout(
     mlp_bias=True,
     position_offset=0,
     tied=True,
+)
+
+_DEEPSEEK = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    experts=Experts(
+        layers=_moe_frequency_layers,
+        shared_width=_shared_by_count("n_shared_experts", 0),
+        correction="buffer",
+    ),
+)
+_DEEPSEEK_V2_EXPERTS = Experts(
+    layers=_moe_frequency_layers, shared_width=_shared_by_count("n_shared_experts", 0)
+)
+_MINIMAX = Layout(experts=Experts(layers=_all_layers))
+_QWEN3_MOE = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    qk_norm="head",
+    experts=Experts(layers=_qwen_sparse_layers),
+    every_stage_embeds=True,
+)
+_QWEN3_NEXT = Layout(
+    qkv_bias=_ATTENTION_BIAS,
+    output_bias=_ATTENTION_BIAS,
+    experts=Experts(
+        layers=_qwen_sparse_layers, shared_width=_width("shared_expert_intermediate_size"), shared_gate=True
+    ),
+    every_stage_embeds=True,
+)
+_BART = Layout(
+    norm="weight+bias",
+    final_norm=False,
+    embedding_norm=True,
+    position_offset=2,
+    tied=True,
+    every_stage_embeds=True,
 )
 
 _GPT2_NAMES = {
@@ -248,22 +334,20 @@ _GATED_DELTA_NET = {
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
 }
-_QWEN3_5_NAMES = {"num_nextn_predict_layers": "mtp_num_hidden_layers"}
-_MIMO_V2_NAMES = {"sliding_window": "sliding_window_size"}
-
 _STEP_NAMES = {"num_key_value_heads": "num_attention_groups"}
+
 _BY_CLASS: dict[str, Architecture] = {
     # Multi-head, grouped-query and multi-query attention in every layer.
-    "LlamaForCausalLM": Architecture(family="llama", mixes_windows=True, layout=_LLAMA),
+    "LlamaForCausalLM": Architecture(family="llama", layout=_LLAMA, mixes_windows=True),
     "MistralForCausalLM": Architecture(
         family="mistral",
-        mixes_windows=True,
         layout=Layout(),
         defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        mixes_windows=True,
     ),
     "MixtralForCausalLM": Architecture(
         family="mixtral",
-        layout=Layout(experts=Experts(layers=_all_layers)),
+        layout=Layout(experts=Experts(layers=_all_layers), every_stage_embeds=True),
         names=_LOCAL_EXPERTS,
         defaults={"num_key_value_heads": 8},
     ),
@@ -274,8 +358,8 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Qwen2MoeForCausalLM": Architecture(
         family="qwen2_moe",
-        full_every=2,
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=("qkv_bias", True),
             experts=Experts(
                 layers=_qwen_sparse_layers,
@@ -284,6 +368,7 @@ _BY_CLASS: dict[str, Architecture] = {
             ),
         ),
         defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 16},
+        full_every=2,
     ),
     "Qwen3ForCausalLM": Architecture(
         family="qwen3",
@@ -292,26 +377,22 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Qwen3MoeForCausalLM": Architecture(
         family="qwen3_moe",
-        layout=Layout(
-            qkv_bias=_ATTENTION_BIAS,
-            output_bias=_ATTENTION_BIAS,
-            qk_norm="head",
-            experts=Experts(layers=_qwen_sparse_layers),
-        ),
+        layout=_QWEN3_MOE,
         defaults=_SLIDING_BY_FLAG | {"num_key_value_heads": 4},
     ),
     # The first multi-token-prediction layer that the hub's config adds is not counted.
     # Source: XiaomiMiMo/MiMo-7B-Base modeling_mimo.py, a subclass of Qwen2.
     "MiMoForCausalLM": Architecture(
         family="mimo",
-        draft_layer=("full",),
         layout=_QWEN2,
         defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 32},
+        draft_layer=("full",),
     ),
-    "Phi3ForCausalLM": Architecture(family="phi3", mixes_windows=True, layout=Layout()),
+    "Phi3ForCausalLM": Architecture(family="phi3", layout=Layout(), mixes_windows=True),
     "PhimoeForCausalLM": Architecture(
         family="phimoe",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
@@ -323,7 +404,6 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "PhiForCausalLM": Architecture(
         family="phi",
-        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             norms_per_layer=1,
@@ -335,25 +415,30 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=True,
             head_bias=True,
         ),
+        mixes_windows=True,
     ),
     "GemmaForCausalLM": Architecture(
         family="gemma", layout=_GEMMA, defaults={"head_dim": 256, "num_key_value_heads": 16}
     ),
     "Glm4MoeForCausalLM": Architecture(
         family="glm4_moe",
-        draft_layer=("full",),
         layout=Layout(
             qkv_bias=_ATTENTION_BIAS,
             qk_norm="head",
             qk_norm_if=("use_qk_norm", False),
-            experts=Experts(layers=_after_first_dense, shared_width=_shared_by_count("n_shared_experts", 1)),
+            experts=Experts(
+                layers=_after_first_dense,
+                shared_width=_shared_by_count("n_shared_experts", 1),
+                correction="buffer",
+            ),
         ),
         names=_ROUTED_EXPERTS,
         defaults={"first_k_dense_replace": 1, "num_key_value_heads": 8},
+        draft_layer=("full",),
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         family="minimax_m2",
-        layout=Layout(qk_norm="all_heads", experts=Experts(layers=_all_layers)),
+        layout=Layout(qk_norm="all_heads", experts=Experts(layers=_all_layers, correction="buffer")),
         names=_LOCAL_EXPERTS,
         defaults={"num_key_value_heads": 8},
     ),
@@ -364,7 +449,6 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Ernie4_5_MoeForCausalLM": Architecture(
         family="ernie4_5_moe",
-        draft_layer=("full",),
         layout=Layout(
             qkv_bias=_USE_BIAS,
             output_bias=_USE_BIAS,
@@ -374,23 +458,25 @@ _BY_CLASS: dict[str, Architecture] = {
             experts=Experts(
                 layers=_ernie_sparse_layers,
                 shared_width=_shared_by_count("moe_num_shared_experts", 2),
-                correction=True,
+                correction="parameter",
             ),
         ),
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         defaults={"num_key_value_heads": 4},
+        draft_layer=("full",),
     ),
     "SmolLM3ForCausalLM": Architecture(
         family="smollm3",
-        mixes_windows=True,
         layout=Layout(
             qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False), tied=True
         ),
         defaults={"use_sliding_window": False, "num_key_value_heads": 4},
+        mixes_windows=True,
     ),
     "StableLmForCausalLM": Architecture(
         family="stablelm",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             norms_per_layer=lambda config: 1 if is_on(config, ("use_parallel_residual", False)) else 2,
             qkv_bias=("use_qkv_bias", False),
@@ -403,6 +489,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "CohereForCausalLM": Architecture(
         family="cohere",
         layout=Layout(
+            every_stage_embeds=True,
             norms_per_layer=1,
             qkv_bias=_ATTENTION_BIAS,
             output_bias=_ATTENTION_BIAS,
@@ -413,7 +500,6 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "Starcoder2ForCausalLM": Architecture(
         family="starcoder2",
-        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             qkv_bias=("use_bias", True),
@@ -423,10 +509,12 @@ _BY_CLASS: dict[str, Architecture] = {
             tied=True,
         ),
         defaults={"num_key_value_heads": 2},
+        mixes_windows=True,
     ),
     "FalconForCausalLM": Architecture(
         family="falcon",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             norms_per_layer=_falcon_norms,
             qkv_bias=("bias", False),
@@ -456,6 +544,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "BloomForCausalLM": Architecture(
         family="bloom",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             embedding_norm=True,
             qkv_bias=True,
@@ -470,6 +559,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "OPTForCausalLM": Architecture(
         family="opt",
         layout=Layout(
+            every_stage_embeds=True,
             norm="weight+bias",
             # opt-350m norms after attention and has no final norm.
             final_norm=lambda config: is_on(config, ("do_layer_norm_before", True)),
@@ -486,21 +576,27 @@ _BY_CLASS: dict[str, Architecture] = {
     "GPT2LMHeadModel": Architecture(family="gpt2", layout=_GPT2, names=_GPT2_NAMES, mlp_ratio=4),
     "GPTBigCodeForCausalLM": Architecture(
         family="gpt_bigcode",
-        mixes_windows=True,
         layout=_GPT2,
         names=_GPT2_NAMES,
         kv_heads=_bigcode_kv_heads,
         mlp_ratio=4,
+        mixes_windows=True,
     ),
     "GPTJForCausalLM": Architecture(
         family="gptj",
-        layout=Layout(norm="weight+bias", norms_per_layer=1, gated_mlp=False, mlp_bias=True, head_bias=True),
+        layout=Layout(
+            every_stage_embeds=True,
+            norm="weight+bias",
+            norms_per_layer=1,
+            gated_mlp=False,
+            mlp_bias=True,
+            head_bias=True,
+        ),
         names=_GPT2_NAMES,
         mlp_ratio=4,
     ),
     "GPTNeoXForCausalLM": Architecture(
         family="gpt_neox",
-        mixes_windows=True,
         layout=Layout(
             norm="weight+bias",
             qkv_bias=("attention_bias", True),
@@ -508,21 +604,23 @@ _BY_CLASS: dict[str, Architecture] = {
             gated_mlp=False,
             mlp_bias=True,
         ),
+        mixes_windows=True,
     ),
-    "GraniteForCausalLM": Architecture(family="granite", mixes_windows=True, layout=_LLAMA),
+    "GraniteForCausalLM": Architecture(family="granite", layout=_LLAMA, mixes_windows=True),
     "OlmoForCausalLM": Architecture(
         family="olmo",
-        mixes_windows=True,
         layout=Layout(norm="none", qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS),
+        mixes_windows=True,
     ),
-    "Olmo2ForCausalLM": Architecture(family="olmo2", mixes_windows=True, layout=_OLMO2),
+    "Olmo2ForCausalLM": Architecture(family="olmo2", layout=_OLMO2, mixes_windows=True),
     # internlm/internlm-20b modeling_internlm.py: Llama with a flag that biases all four projections.
     "InternLMForCausalLM": Architecture(
         family="internlm", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
     ),
     # internlm/internlm2-20b modeling_internlm2.py: wqkv and wo share one flag.
     "InternLM2ForCausalLM": Architecture(
-        family="internlm2", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
+        family="internlm2",
+        layout=Layout(every_stage_embeds=True, qkv_bias=("bias", True), output_bias=("bias", True)),
     ),
     # Qwen/Qwen-72B modeling_qwen.py: c_attn has a bias, w1 and w2 are intermediate_size / 2 wide.
     "QWenLMHeadModel": Architecture(
@@ -530,67 +628,199 @@ _BY_CLASS: dict[str, Architecture] = {
         layout=Layout(qkv_bias=True, mlp_width_divisor=2),
         names={"max_position_embeddings": "seq_length"},
     ),
-    # Text decoders with a vision tower, which is not counted here.
+    "OlmoeForCausalLM": Architecture(
+        family="olmoe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="all_heads",
+            experts=Experts(layers=_all_layers),
+            every_stage_embeds=True,
+        ),
+        names={"moe_intermediate_size": "intermediate_size"},
+    ),
+    # LGAI-EXAONE/EXAONE-3.5 modeling_exaone.py: Llama under other names.
+    "ExaoneForCausalLM": Architecture(
+        family="exaone", layout=Layout(), names={"num_hidden_layers": "num_layers"}
+    ),
+    "Exaone4ForCausalLM": Architecture(
+        family="exaone4",
+        layout=Layout(qk_norm="head"),
+        defaults={"sliding_window": 4096},
+        full_every=4,
+        mixes_windows=True,
+    ),
+    "SeedOssForCausalLM": Architecture(
+        family="seed_oss",
+        layout=Layout(
+            qkv_bias=("attention_bias", True),
+            output_bias=("attention_out_bias", False),
+            mlp_bias=("mlp_bias", False),
+        ),
+        defaults={"head_dim": 128, "num_key_value_heads": 8},
+        mixes_windows=True,
+    ),
+    "GraniteMoeForCausalLM": Architecture(
+        family="granite_moe",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS,
+    ),
+    "GraniteMoeSharedForCausalLM": Architecture(
+        family="granite_moe_shared",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers, shared_width=_width("shared_intermediate_size")),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS,
+    ),
+    "Dots1ForCausalLM": Architecture(
+        family="dots1",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            qk_norm="head",
+            experts=Experts(
+                layers=_after_first_dense,
+                shared_width=_shared_by_count("n_shared_experts", 0),
+                correction="buffer",
+            ),
+        ),
+        names=_ROUTED_EXPERTS,
+        mixes_windows=True,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 62},
+    ),
+    "GlmForCausalLM": Architecture(
+        family="glm",
+        layout=Layout(qkv_bias=("attention_bias", True)),
+        defaults={"head_dim": 128, "num_key_value_heads": 2},
+        mixes_windows=True,
+    ),
+    "Glm4ForCausalLM": Architecture(
+        family="glm4",
+        layout=Layout(qkv_bias=("attention_bias", True), norms_per_layer=4),
+        defaults={"head_dim": 128, "num_key_value_heads": 2},
+    ),
+    # zai-org/glm-4-9b-chat modeling_chatglm.py; vLLM model_executor/models/chatglm.py.
+    "ChatGLMModel": Architecture(
+        family="chatglm",
+        layout=Layout(
+            qkv_bias=("add_qkv_bias", False),
+            output_bias=("add_bias_linear", False),
+            mlp_bias=("add_bias_linear", False),
+            every_stage_embeds=True,
+        ),
+        names={
+            "num_hidden_layers": "num_layers",
+            "vocab_size": "padded_vocab_size",
+            "intermediate_size": "ffn_hidden_size",
+            "head_dim": "kv_channels",
+            "max_position_embeddings": "seq_length",
+        },
+        kv_heads=_chatglm_kv_heads,
+    ),
+    # baichuan-inc/Baichuan2-7B-Chat modeling_baichuan.py: W_pack is the three projections as one.
+    "BaichuanForCausalLM": Architecture(
+        family="baichuan", layout=Layout(), names={"max_position_embeddings": "model_max_length"}
+    ),
+    # openbmb/MiniCPM-2B-sft-bf16 modeling_minicpm.py: Llama with scaled residuals.
+    "MiniCPMForCausalLM": Architecture(family="minicpm", layout=Layout(tied=True, every_stage_embeds=True)),
+    # internlm/internlm3-8b-instruct modeling_internlm3.py
+    "InternLM3ForCausalLM": Architecture(
+        family="internlm3",
+        layout=Layout(qkv_bias=("qkv_bias", False), output_bias=("bias", False), mlp_bias=("bias", False)),
+        mixes_windows=True,
+    ),
+    "HunYuanDenseV1ForCausalLM": Architecture(
+        family="hunyuan_dense",
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head"),
+        mixes_windows=True,
+    ),
+    "NemotronForCausalLM": Architecture(
+        family="nemotron",
+        layout=Layout(
+            norm="weight+bias",
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            gated_mlp=False,
+            mlp_bias=("mlp_bias", False),
+        ),
+    ),
+    # Text decoders with a vision tower.
+    "Qwen2VLForConditionalGeneration": Architecture(
+        family="qwen2_vl",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
+    ),
     "Qwen2_5_VLForConditionalGeneration": Architecture(
-        family="qwen2_5_vl", defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8}
+        family="qwen2_5_vl",
+        layout=_QWEN2,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
     ),
     "Qwen3VLForConditionalGeneration": Architecture(
-        family="qwen3_vl", defaults={"head_dim": 128, "num_key_value_heads": 32}
+        family="qwen3_vl", layout=_QWEN3, defaults={"head_dim": 128, "num_key_value_heads": 32}
     ),
     "Qwen3VLMoeForConditionalGeneration": Architecture(
-        family="qwen3_vl_moe", defaults={"head_dim": 128, "num_key_value_heads": 16}
+        family="qwen3_vl_moe", layout=_QWEN3_MOE, defaults={"head_dim": 128, "num_key_value_heads": 16}
+    ),
+    "Mistral3ForConditionalGeneration": Architecture(
+        family="mistral3", layout=Layout(), defaults={"num_key_value_heads": 8}, mixes_windows=True
     ),
     # Sliding windows in some or all layers.
     "Gemma2ForCausalLM": Architecture(
         family="gemma2",
-        mixes_windows=True,
         layout=_GEMMA2,
         defaults={"head_dim": 256, "sliding_window": 4096, "num_key_value_heads": 4},
         full_every=2,
+        mixes_windows=True,
     ),
     "Gemma3ForCausalLM": Architecture(
-        family="gemma3",
-        mixes_windows=True,
-        layout=Layout(
-            qkv_bias=_ATTENTION_BIAS,
-            output_bias=_ATTENTION_BIAS,
-            norms_per_layer=4,
-            qk_norm="head",
-            tied=True,
-        ),
-        defaults=_GEMMA3_TEXT,
-        full_every=6,
+        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
     ),
     "Gemma3ForConditionalGeneration": Architecture(
-        family="gemma3", mixes_windows=True, defaults=_GEMMA3_TEXT, full_every=6
+        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
     ),
     "Gemma3nForConditionalGeneration": Architecture(
         family="gemma3n",
-        mixes_windows=True,
-        defaults={"sliding_window": 512, "num_kv_shared_layers": 15},
+        layout=_GEMMA3,
+        defaults={"sliding_window": 512, "num_kv_shared_layers": 15, "head_dim": 256},
         full_every=5,
+        mixes_windows=True,
     ),
     "Gemma4ForConditionalGeneration": Architecture(
         family="gemma4",
-        mixes_windows=True,
+        layout=_GEMMA3,
         defaults={"sliding_window": 512, "head_dim": 256, "global_head_dim": 512},
         full_every=6,
+        mixes_windows=True,
     ),
     "Cohere2ForCausalLM": Architecture(
         family="cohere2",
-        window_extra=1,
-        mixes_windows=True,
-        layout=Layout(norms_per_layer=1, qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, tied=True),
+        layout=Layout(
+            every_stage_embeds=True,
+            norms_per_layer=1,
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            tied=True,
+        ),
         defaults={"sliding_window": 4096},
         full_every=4,
+        mixes_windows=True,
+        window_extra=1,
     ),
     "Olmo3ForCausalLM": Architecture(
-        family="olmo3", mixes_windows=True, layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4
+        family="olmo3", layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4, mixes_windows=True
     ),
     "GptOssForCausalLM": Architecture(
         family="gpt_oss",
-        mixes_windows=True,
         layout=Layout(
+            every_stage_embeds=True,
             qkv_bias=("attention_bias", True),
             output_bias=("attention_bias", True),
             attention_sinks=True,
@@ -599,134 +829,250 @@ _BY_CLASS: dict[str, Architecture] = {
         names=_LOCAL_EXPERTS,
         defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
         full_every=2,
+        mixes_windows=True,
     ),
     "MiMoV2FlashForCausalLM": Architecture(
         family="mimo_v2",
-        names=_MIMO_V2_NAMES,
-        defaults={"num_nextn_predict_layers": 1},
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_moe_frequency_layers, correction="buffer"),
+        ),
+        names=_ROUTED_EXPERTS | {"sliding_window": "sliding_window_size"},
         mixes_windows=True,
         draft_layer=("sliding_window",),
         draft_limit=1,
+        defaults={"num_nextn_predict_layers": 1},
     ),
     "Llama4ForConditionalGeneration": Architecture(
         family="llama4",
-        mixes_windows=True,
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_interleaved_layers, shared_width=_width("moe_intermediate_size")),
+        ),
+        names=_LOCAL_EXPERTS,
         defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8},
+        mixes_windows=True,
     ),
     # Latent attention, sparse where an indexer is configured.
-    "DeepseekV2ForCausalLM": Architecture(family="deepseek_v2"),
-    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3", draft_layer=("full",)),
-    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32", draft_layer=("full",)),
-    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa", draft_layer=("full",)),
+    "DeepseekV2ForCausalLM": Architecture(
+        family="deepseek_v2",
+        layout=_DEEPSEEK._replace(experts=_DEEPSEEK_V2_EXPERTS),
+        names=_ROUTED_EXPERTS,
+    ),
+    "DeepseekV3ForCausalLM": Architecture(
+        family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "DeepseekV32ForCausalLM": Architecture(
+        family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "GlmMoeDsaForCausalLM": Architecture(
+        family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "KimiK25ForConditionalGeneration": Architecture(
+        family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "MiniCPM3ForCausalLM": Architecture(
+        family="minicpm3",
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, tied=True, every_stage_embeds=True),
+        expands_latents=True,
+        every_layer=("expanded",),
+    ),
     # States in some or all layers.
+    "KimiLinearForCausalLM": Architecture(
+        family="kimi_linear",
+        layout=_DEEPSEEK._replace(
+            experts=Experts(
+                layers=_moe_frequency_layers,
+                shared_width=_shared_by_count("num_shared_experts", 1),
+                correction="buffer",
+            )
+        ),
+        names={"num_experts_per_tok": "num_experts_per_token"}
+        | {"max_position_embeddings": "model_max_length"},
+        draft_layer=("full",),
+        state="kda",
+    ),
     "NemotronHForCausalLM": Architecture(
         family="nemotron_h",
-        names={"head_dim": "attention_head_dim", "n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"},
-        # vLLM model_executor/models/config.py NemotronHForCausalLMConfig: the state is float32 by default.
-        defaults={"num_key_value_heads": 8, "mamba_ssm_cache_dtype": "float32"},
-        state="mamba2",
+        layout=Layout(
+            norms_per_layer=1,
+            gated_mlp=False,
+            mlp_bias=("mlp_bias", False),
+            every_stage_embeds=True,
+        ),
+        names={"head_dim": "attention_head_dim"}
+        | {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"},
+        defaults={"num_key_value_heads": 8} | {"mamba_ssm_cache_dtype": "float32"},
         draft_layer=("full",),
+        state="mamba2",
         draft_limit=1,
     ),
     "Qwen3NextForCausalLM": Architecture(
         family="qwen3_next",
-        defaults=_GATED_DELTA_NET | {"num_key_value_heads": 2, "num_nextn_predict_layers": 1},
-        state="gated_delta_net",
+        layout=_QWEN3_NEXT,
+        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
         draft_layer=("full",),
+        state="gated_delta_net",
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
         family="qwen3_5",
-        names=_QWEN3_5_NAMES,
-        defaults=_GATED_DELTA_NET | {"num_nextn_predict_layers": 1},
-        state="gated_delta_net",
+        layout=_QWEN3_NEXT._replace(experts=None),
+        defaults={"head_dim": 256, "full_attention_interval": 4}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
         draft_layer=("full",),
+        state="gated_delta_net",
+        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
         family="qwen3_5_moe",
-        names=_QWEN3_5_NAMES,
-        defaults=_GATED_DELTA_NET | {"num_nextn_predict_layers": 1},
-        state="gated_delta_net",
+        layout=_QWEN3_NEXT,
+        defaults={"head_dim": 256, "full_attention_interval": 4}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
         draft_layer=("full",),
+        state="gated_delta_net",
+        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
     ),
     "JambaForCausalLM": Architecture(
         family="jamba",
-        names=_MAMBA_NAMES,
+        layout=Layout(experts=Experts(layers=_periodic_layers), every_stage_embeds=True),
+        names={"moe_intermediate_size": "intermediate_size"} | _MAMBA_NAMES,
         defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
         | {"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
         state="mamba1",
     ),
     "FalconH1ForCausalLM": Architecture(
         family="falcon_h1",
-        names=_MAMBA_NAMES,
-        defaults=_MAMBA2 | {"num_key_value_heads": 8, "mamba_d_ssm": 1024},
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
         every_layer=("full", "state"),
+        defaults={"num_key_value_heads": 8} | _MAMBA2 | {"mamba_d_ssm": 1024},
+        names=_MAMBA_NAMES,
+        state="mamba2",
+    ),
+    "BambaForCausalLM": Architecture(
+        family="bamba",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            mlp_bias=("mlp_bias", False),
+            every_stage_embeds=True,
+        ),
+        defaults={"num_key_value_heads": 8} | _MAMBA2 | {"attn_layer_indices": []},
+        names=_MAMBA_NAMES,
         state="mamba2",
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
-        family="granite_moe_hybrid", names=_MAMBA_NAMES, defaults=_MAMBA2, state="mamba2"
+        family="granite_moe_hybrid",
+        layout=Layout(
+            qkv_bias=_ATTENTION_BIAS,
+            output_bias=_ATTENTION_BIAS,
+            experts=Experts(layers=_all_layers, shared_width=_width("shared_intermediate_size")),
+            every_stage_embeds=True,
+        ),
+        names=_LOCAL_EXPERTS | _MAMBA_NAMES,
+        defaults=_MAMBA2,
+        state="mamba2",
+    ),
+    "Lfm2ForCausalLM": Architecture(
+        family="lfm2",
+        layout=Layout(qk_norm="head", tied=True, every_stage_embeds=True),
+        names={"intermediate_size": "block_ff_dim"},
+        defaults={"num_key_value_heads": 8, "conv_L_cache": 3},
+        state="short_conv",
+    ),
+    "Lfm2MoeForCausalLM": Architecture(
+        family="lfm2",
+        layout=Layout(
+            qk_norm="head",
+            tied=True,
+            every_stage_embeds=True,
+            experts=Experts(layers=_after_first("num_dense_layers"), correction="buffer"),
+        ),
+        defaults={"num_key_value_heads": 8, "conv_L_cache": 3},
+        state="short_conv",
+    ),
+    "MiniMaxText01ForCausalLM": Architecture(
+        family="minimax",
+        layout=_MINIMAX,
+        names=_LOCAL_EXPERTS,
+        defaults={"num_key_value_heads": 8},
+        state="linear_attention",
+    ),
+    "MambaForCausalLM": Architecture(
+        family="mamba",
+        layout=Layout(norms_per_layer=1, tied=True, every_stage_embeds=True),
+        names={"ssm_state_size": "state_size"} | {"mamba_expand": "expand"},
+        defaults={"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
+        every_layer=("state",),
+        state="mamba1",
+    ),
+    "Mamba2ForCausalLM": Architecture(
+        family="mamba2",
+        layout=Layout(norms_per_layer=1, every_stage_embeds=True),
+        names={
+            "num_attention_heads": "num_heads",
+            "mamba_num_heads": "num_heads",
+            "mamba_head_dim": "head_dim",
+            "ssm_state_size": "state_size",
+            "mamba_expand": "expand",
+        },
+        every_layer=("state",),
+        defaults={"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
+        | {"n_groups": 8, "conv_kernel": 4, "mamba_expand": 2},
+        state="mamba2",
     ),
     # Cross-attention to an encoder.
-    "MllamaForConditionalGeneration": Architecture(family="mllama", defaults={"num_key_value_heads": 8}),
+    "MllamaForConditionalGeneration": Architecture(
+        family="mllama", layout=Layout(), defaults={"num_key_value_heads": 8}
+    ),
     "WhisperForConditionalGeneration": Architecture(
         family="whisper",
+        layout=Layout(norm="weight+bias", position_offset=0, tied=True, every_stage_embeds=True),
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "decoder_layers",
             "num_attention_heads": "decoder_attention_heads",
             "max_position_embeddings": "max_target_positions",
+            "intermediate_size": "decoder_ffn_dim",
         },
         defaults={"is_encoder_decoder": True},
     ),
     "BartForConditionalGeneration": Architecture(
         family="bart",
+        layout=_BART,
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "decoder_layers",
             "num_attention_heads": "decoder_attention_heads",
+            "intermediate_size": "decoder_ffn_dim",
         },
         defaults={"is_encoder_decoder": True},
     ),
     "T5ForConditionalGeneration": Architecture(
         family="t5",
+        layout=Layout(tied=True, every_stage_embeds=True),
         names={
             "hidden_size": "d_model",
             "num_hidden_layers": "num_decoder_layers",
             "num_attention_heads": "num_heads",
             "head_dim": "d_kv",
+            "intermediate_size": "d_ff",
         },
         defaults={"is_encoder_decoder": True},
     ),
 }
 
-_CHATGLM = Architecture(
-    family="chatglm",
-    names={
-        "num_hidden_layers": "num_layers",
-        "head_dim": "kv_channels",
-        "vocab_size": "padded_vocab_size",
-        "max_position_embeddings": "seq_length",
-        "intermediate_size": "ffn_hidden_size",
-    },
-    kv_heads=_chatglm_kv_heads,
-)
-_GEMMA4 = _BY_CLASS["Gemma4ForConditionalGeneration"]
 _GEMMA3N = _BY_CLASS["Gemma3nForConditionalGeneration"]
-_EXAONE4 = Architecture(family="exaone4", defaults={"sliding_window": 4096}, mixes_windows=True, full_every=4)
-_MINIMAX_TEXT = Architecture(
-    family="minimax_text", defaults={"num_key_value_heads": 8}, state="linear_attention"
-)
+_GEMMA4 = _BY_CLASS["Gemma4ForConditionalGeneration"]
+_EXAONE4 = _BY_CLASS["Exaone4ForCausalLM"]
 _BAILING_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-
-_LFM2 = Architecture(
-    family="lfm2", defaults={"num_key_value_heads": 8, "conv_L_cache": 3}, state="short_conv"
-)
-_MAMBA = Architecture(
-    family="mamba",
-    names={"ssm_state_size": "state_size", "mamba_expand": "expand"},
-    defaults={"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
-    every_layer=("state",),
-    state="mamba1",
-)
 
 #: Classes whose parameters are not counted, by what is known of their caches. Source: vLLM 0.33.0
 #: model_executor/models and vllm/models; older releases where 0.33 has dropped a class (registry.py
@@ -739,15 +1085,8 @@ _CACHES_ONLY: dict[str, Architecture] = {
             "BailingMoeForCausalLM": "bailing_moe",
             "BailingMoeV2ForCausalLM": "bailing_moe",
             "DeepseekForCausalLM": "deepseek",
-            "ExaoneForCausalLM": "exaone",
-            "Glm4ForCausalLM": "glm4",
-            "GraniteMoeForCausalLM": "granitemoe",
-            "GraniteMoeSharedForCausalLM": "granitemoeshared",
             "Grok1ForCausalLM": "grok1",
             "HYV3ForCausalLM": "hy_v3",
-            "MiniCPMForCausalLM": "minicpm",
-            "NemotronForCausalLM": "nemotron",
-            "OlmoeForCausalLM": "olmoe",
             "OrionForCausalLM": "orion",
             "SolarForCausalLM": "solar",
             "TeleChat2ForCausalLM": "telechat2",
@@ -758,19 +1097,11 @@ _CACHES_ONLY: dict[str, Architecture] = {
         for name, family in {
             "ApertusForCausalLM": "apertus",
             "ArceeForCausalLM": "arcee",
-            "GlmForCausalLM": "glm",
-            "HunYuanDenseV1ForCausalLM": "hunyuan",
             "HunYuanMoEV1ForCausalLM": "hunyuan_moe",
-            "InternLM3ForCausalLM": "internlm3",
             "Ministral3ForCausalLM": "ministral3",
-            "SeedOssForCausalLM": "seed_oss",
             "TeleChat3ForCausalLM": "telechat3",
         }.items()
     },
-    "BaichuanForCausalLM": Architecture(
-        family="baichuan", names={"max_position_embeddings": "model_max_length"}
-    ),
-    "ChatGLMModel": _CHATGLM,
     "DbrxForCausalLM": Architecture(
         family="dbrx",
         names={
@@ -783,9 +1114,6 @@ _CACHES_ONLY: dict[str, Architecture] = {
     ),
     # Nemotron-NAS: heads by layer, and layers without attention.
     "DeciLMForCausalLM": Architecture(family="nemotron_nas"),
-    "Dots1ForCausalLM": Architecture(
-        family="dots1", defaults=_SLIDING_BY_FLAG | {"max_window_layers": 62}, mixes_windows=True
-    ),
     "Step3TextForCausalLM": Architecture(family="step3", names=_STEP_NAMES, kv_heads=lambda config: 1),
     # Windows in some layers.
     "AfmoeForCausalLM": Architecture(
@@ -796,7 +1124,6 @@ _CACHES_ONLY: dict[str, Architecture] = {
         full_every=4,
     ),
     "Cohere2MoeForCausalLM": Architecture(family="cohere2_moe", mixes_windows=True, window_extra=1),
-    "Exaone4ForCausalLM": _EXAONE4,
     "ExaoneMoeForCausalLM": _EXAONE4._replace(family="exaone_moe", draft_layer=("sliding_window",)),
     "Gemma3nForCausalLM": _GEMMA3N,
     "Gemma4ForCausalLM": _GEMMA4,
@@ -813,7 +1140,6 @@ _CACHES_ONLY: dict[str, Architecture] = {
         compresses=True,
         draft_layer=("compressed_1",),
     ),
-    "Glm4MoeLiteForCausalLM": Architecture(family="glm4_moe_lite", draft_layer=("full",)),
     # Two attentions a layer (longcat_flash.py).
     "LongcatFlashForCausalLM": Architecture(
         family="longcat_flash",
@@ -823,7 +1149,6 @@ _CACHES_ONLY: dict[str, Architecture] = {
         draft_layer=("full",),
         draft_limit=1,
     ),
-    "MiniCPM3ForCausalLM": Architecture(family="minicpm3", expands_latents=True, every_layer=("expanded",)),
     "MistralLarge3ForCausalLM": Architecture(family="mistral_large3"),
     # States in some or all layers.
     "BailingMoeV2_5ForCausalLM": Architecture(
@@ -835,38 +1160,7 @@ _CACHES_ONLY: dict[str, Architecture] = {
         state="kda",
         draft_layer=("full",),
     ),
-    "BambaForCausalLM": Architecture(
-        family="bamba",
-        names=_MAMBA_NAMES,
-        defaults=_MAMBA2 | {"num_key_value_heads": 8, "attn_layer_indices": []},
-        state="mamba2",
-    ),
-    "KimiLinearForCausalLM": Architecture(
-        family="kimi_linear",
-        names={"max_position_embeddings": "model_max_length"},
-        state="kda",
-        draft_layer=("full",),
-    ),
-    "Lfm2ForCausalLM": _LFM2,
-    "Lfm2MoeForCausalLM": _LFM2._replace(family="lfm2_moe"),
-    "MambaForCausalLM": _MAMBA,
-    "FalconMambaForCausalLM": _MAMBA._replace(family="falcon_mamba"),
-    "Mamba2ForCausalLM": Architecture(
-        family="mamba2",
-        names={
-            "mamba_num_heads": "num_heads",
-            "mamba_head_dim": "head_dim",
-            "ssm_state_size": "state_size",
-            "mamba_expand": "expand",
-        },
-        defaults={"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
-        | {"n_groups": 8, "conv_kernel": 4, "mamba_expand": 2},
-        every_layer=("state",),
-        state="mamba2",
-    ),
-    "MiniMaxForCausalLM": _MINIMAX_TEXT,
-    "MiniMaxM1ForCausalLM": _MINIMAX_TEXT,
-    "MiniMaxText01ForCausalLM": _MINIMAX_TEXT,
+    "MiniMaxM1ForCausalLM": _BY_CLASS["MiniMaxText01ForCausalLM"],
     "OlmoHybridForCausalLM": Architecture(family="olmo_hybrid", state="gated_delta_net"),
     "Plamo2ForCausalLM": Architecture(
         family="plamo2",
@@ -878,8 +1172,8 @@ _CACHES_ONLY: dict[str, Architecture] = {
         | {"mamba_head_dim": "hidden_size_per_head"},
         state="mamba2",
     ),
-    "Qwen3_5ForCausalLM": _BY_CLASS["Qwen3_5ForConditionalGeneration"],
-    "Qwen3_5MoeForCausalLM": _BY_CLASS["Qwen3_5MoeForConditionalGeneration"],
+    "Qwen3_5ForCausalLM": _BY_CLASS["Qwen3_5ForConditionalGeneration"]._replace(layout=None),
+    "Qwen3_5MoeForCausalLM": _BY_CLASS["Qwen3_5MoeForConditionalGeneration"]._replace(layout=None),
     # Attention in hybrid layers works on twice the hidden size (configuration_zamba2.py, zamba2.py).
     "Zamba2ForCausalLM": Architecture(
         family="zamba2",
@@ -933,7 +1227,6 @@ _AROUND: Mapping[str, str | None] = {
     "InternVLForConditionalGeneration": None,
     "IsaacForConditionalGeneration": "Qwen3ForCausalLM",
     "KeyeForConditionalGeneration": "Qwen3ForCausalLM",
-    "KimiK25ForConditionalGeneration": "DeepseekV3ForCausalLM",
     "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
     "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
     "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
@@ -945,7 +1238,6 @@ _AROUND: Mapping[str, str | None] = {
     "MiMoV2OmniForCausalLM": "MiMoV2FlashForCausalLM",
     "MiniCPMO": "Qwen2ForCausalLM",
     "MiniCPMV": "Qwen2ForCausalLM",
-    "Mistral3ForConditionalGeneration": None,
     "NVLM_D": "Qwen2ForCausalLM",
     "NemotronH_Nano_VL_V2": "NemotronHForCausalLM",
     "Ovis2_5": None,
@@ -955,7 +1247,6 @@ _AROUND: Mapping[str, str | None] = {
     "Phi4MMForCausalLM": "Phi3ForCausalLM",
     "PixtralForConditionalGeneration": "MistralForCausalLM",
     "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
-    "Qwen2VLForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
     "Qwen2_5OmniModel": "Qwen2ForCausalLM",
     "Qwen3ASRForConditionalGeneration": "Qwen3ForCausalLM",
@@ -994,6 +1285,9 @@ _SAME_AS = {
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
     "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
+    "FalconMambaForCausalLM": "MambaForCausalLM",
+    "HunYuanV1DenseForCausalLM": "HunYuanDenseV1ForCausalLM",
+    "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
     "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
@@ -1016,7 +1310,10 @@ AROUND_ANY = frozenset(name for name, within in _AROUND.items() if within is Non
 #: The class that a nested config means which names no class, by its ``model_type``: the first of the family that
 #: generates text.
 BY_MODEL_TYPE: Mapping[str, str] = {
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
     "kimi_k2": "DeepseekV3ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
     "qwen3_5_text": "Qwen3_5ForCausalLM",
     **{known.family: name for name, known in list(_KNOWN.items())[::-1] if name.endswith("ForCausalLM")},

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
+from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
-
-#: Bytes of one stored element, by the names that vLLM and Hugging Face configs use.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 
 #: Forms of the KV cache and what one element of a plain form takes. Per-tensor fp8 scales live with the
 #: weights; the other forms without a width pack their scales beside each head or latent.
@@ -45,8 +43,7 @@ class CacheFormat(NamedTuple):
     kv_cache_dtype: str
     tensor_parallel_size: int = 1
     decode_context_parallel_size: int = 1
-    #: Tokens that a draft may propose: the convolution of a state keeps so many more columns, and a state
-    #: has so many more blocks.
+    #: Tokens that a draft may propose: the convolution of a state keeps so many more columns.
     num_speculative_tokens: int = 0
     #: What a state's convolution is kept in; None: the model's dtype.
     mamba_cache_dtype: str | None = None
@@ -71,8 +68,10 @@ class Reservation(NamedTuple):
     in_flight: int
     #: Tokens kept below the window for drafts of several modules.
     extra: int = 0
-    #: Blocks of a state: vLLM's mamba_cache_mode "none" keeps 1, "align" 2 and checkpoints.
+    #: Blocks of a state, drafts included.
     state_blocks: int = 1
+    #: Kinds of state that keep one block more, for a checkpoint within a prefill.
+    checkpointed: tuple[str, ...] = ()
 
 
 class Cache(Protocol):
@@ -441,8 +440,8 @@ class Mamba1State(NamedTuple):
         return conv * _conv_bytes(form) + inner * self.state_size * _state_bytes(form, None)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""
@@ -477,8 +476,8 @@ class Mamba2State(NamedTuple):
         return conv * _conv_bytes(form) + state * _state_bytes(form, self.ssm_dtype)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""
@@ -509,8 +508,8 @@ class GatedDeltaNet(NamedTuple):
         return conv * _conv_bytes(form) + state * _state_bytes(form, self.ssm_dtype)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""
@@ -539,8 +538,8 @@ class KimiDelta(NamedTuple):
         return conv * _conv_bytes(form) + state * DTYPE_BYTES[form.mamba_ssm_cache_dtype or "float32"]
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""
@@ -563,8 +562,8 @@ class LinearAttention(NamedTuple):
         return _divided(self.num_heads, form, "linear attention heads") * self.head_dim**2 * _conv_bytes(form)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""
@@ -588,8 +587,8 @@ class ShortConv(NamedTuple):
         return _divided(self.channels, form, "convolution channels") * columns * _conv_bytes(form)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
-        """The state, with drafts one more for each token."""
-        return need.state_blocks + form.num_speculative_tokens
+        """As many states as the engine keeps of a sequence."""
+        return need.state_blocks + (self.kind in need.checkpointed)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """One state."""

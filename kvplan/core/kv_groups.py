@@ -31,9 +31,6 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.errors import InputError
 
-#: Blocks that hybrid models with latent attention align to (FlashInfer's decode kernel).
-_LATENT_BLOCK_MULTIPLE = 128
-
 
 class Page(NamedTuple):
     """A cache as it is stored: one layer's share of a block, padding included."""
@@ -87,26 +84,25 @@ class GroupRules(NamedTuple):
 
     #: Where no type has so many times the layers of the smallest, groups are as large as the largest type.
     uneven: Fraction | None = Fraction(3, 2)
-    #: ``--disable-hybrid-kv-cache-manager``: windows and chunks keep all tokens.
+    #: Off: windows and chunks keep all tokens (``--disable-hybrid-kv-cache-manager``).
     hybrid_manager: bool = True
+    #: Whether a page that does not divide the largest may be padded; else such a model is refused.
+    pads_pages: bool = True
 
 
 def hybrid_block_size(
-    layers: Sequence[LayerCache], form: CacheFormat, block_size: int, *, multiple: int = 1
+    layers: Sequence[LayerCache], form: CacheFormat, block_size: int, *, multiples: Sequence[int] = ()
 ) -> int:
     """The block size of a model with states beside attention: so large that a block holds a state.
 
-    platforms/interface.py ``_align_hybrid_block_size``. ``multiple`` is what blocks align to for checkpoints of
-    states. Without states, or without attention, it is ``block_size``.
+    platforms/interface.py ``_align_hybrid_block_size``: a multiple of ``block_size`` or, where that is larger, of
+    the first of ``multiples``, and of the others. Without states, or without attention, it is ``block_size``.
     """
     states = [item.cache for item in layers if isinstance(item.cache, STATES)]
     attention = [item.cache for item in layers if isinstance(item.cache, (FullAttention, LatentAttention))]
     if not states or not attention:
         return block_size
-    least = block_size
-    if isinstance(attention[0], LatentAttention):
-        least = max(least, _LATENT_BLOCK_MULTIPLE)
-    least = math.lcm(least, multiple)
+    least = math.lcm(max([block_size, *multiples[:1]]), *multiples[1:])
     per_token = attention[0].page_bytes(1, form)
     largest_state = max(state.page_bytes(1, form) for state in states)
     return max(block_size, least * -(-largest_state // (least * per_token)))
@@ -140,7 +136,7 @@ def form_groups(pages: Sequence[Page], form: CacheFormat, rules: GroupRules) -> 
         return (PageGroup(tuple(pages), len(pages)),)
     if any(isinstance(page.cache, LatentWindow) for page in pages):
         return _packed_groups(pages)
-    equal = _equal_pages(pages)
+    equal = _equal_pages(pages, rules)
     if equal is None:
         whole = _keep_all_tokens(pages, form)
         return (PageGroup(tuple(whole), len(whole)),)
@@ -212,7 +208,7 @@ def _keep_all_tokens(pages: Sequence[Page], form: CacheFormat) -> list[Page]:
     return promoted
 
 
-def _equal_pages(pages: Sequence[Page]) -> list[Page] | None:
+def _equal_pages(pages: Sequence[Page], rules: GroupRules) -> list[Page] | None:
     """Pages of one size: smaller ones get larger blocks, or padding where sizes do not divide.
 
     A latent cannot be padded: None, and the caller keeps all tokens of all layers
@@ -225,6 +221,12 @@ def _equal_pages(pages: Sequence[Page]) -> list[Page] | None:
         if page.page_bytes == largest:
             equal.append(page)
         elif isinstance(page.cache, STATES) or (rest and isinstance(page.cache, HEADS)):
+            if not rules.pads_pages:
+                raise InputError(
+                    f"pages of {page.page_bytes:,} and {largest:,} bytes cannot be made equal",
+                    where="--engine",
+                    hint="vLLM pads them from 0.24 on",
+                )
             equal.append(page._replace(page_bytes=largest))
         elif rest:
             return None

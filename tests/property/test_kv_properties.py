@@ -107,6 +107,8 @@ def test_every_rank_holds_whole_latents(cache: Cache, ranks: int, block_size: in
 
 @given(STATE_CACHES, RANKS)
 def test_ranks_together_hold_a_state(state: Cache, ranks: int) -> None:
+    # vLLM's mixer takes groups that ranks do not divide only where there is one.
+    assume(not isinstance(state, Mamba2State) or state.num_groups in (0, 1) or state.num_groups % ranks == 0)
     form = CacheFormat("bfloat16", "bfloat16", ranks)
     try:
         rank = state.page_bytes(16, form)
@@ -195,7 +197,7 @@ def test_a_longer_sequence_never_needs_less_of_a_pool(
 def test_a_hybrid_block_holds_the_largest_state(
     layers: tuple[LayerCache, ...], block_size: int, multiple: int
 ) -> None:
-    chosen = hybrid_block_size(layers, BF16, block_size, multiple=multiple)
+    chosen = hybrid_block_size(layers, BF16, block_size, multiples=(multiple,))
     assert chosen >= block_size
     attention = [i.cache for i in layers if i.cache.kind in ("full", "mla")]
     states = [i.cache for i in layers if isinstance(i.cache, STATES)]

@@ -223,13 +223,15 @@ def test_the_state_of_mamba_2() -> None:
     state = Mamba2State(128, 64, 128, 8, 4, "float32")
     # (128 x 64 + 2 x 8 x 128) x (4 - 1) x 2 + 128 x 64 x 128 x 4
     assert state.page_bytes(16, BF16) == 10_240 * 3 * 2 + 4_194_304 == 4_255_744
-    # 2 draft tokens are 2 columns more, and 2 states more
+    # 2 draft tokens are 2 columns more
     assert state.page_bytes(16, form(num_speculative_tokens=2)) == 10_240 * 5 * 2 + 4_194_304
     assert state.blocks(16, need(10**6), BF16) == 1
-    assert state.blocks(16, need(10**6), form(num_speculative_tokens=2)) == 3
     assert state.blocks(16, Reservation(10**6, 8192, state_blocks=2), BF16) == 2
-    # 8 groups for 16 ranks are repeated up to 16: (8192 + 2 x 16 x 128) / 16 x 3 x 2 + 128/16 x 64 x 128 x 4
-    assert state.page_bytes(16, form(tensor_parallel_size=16)) == 768 * 6 + 262_144
+    assert state.blocks(16, Reservation(10**6, 8192, state_blocks=2, checkpointed=("mamba2",)), BF16) == 3
+    assert state.page_bytes(16, form(tensor_parallel_size=8)) == 4_255_744 // 8
+    # one group for 8 ranks is repeated up to 8: (8192 + 2 x 8 x 128) / 8 x 3 x 2 + 128/8 x 64 x 128 x 4
+    one = state._replace(num_groups=1)
+    assert one.page_bytes(16, form(tensor_parallel_size=8)) == 1280 * 6 + 524_288
     # the length does not matter
     assert state.payload_bytes(1, BF16) == state.payload_bytes(10**6, BF16) == 4_255_744
 
@@ -302,8 +304,8 @@ def test_bytes_of_a_token_by_model() -> None:
         # 1,073,152 / (16 x 2,048) = 32.75
         ("qwen3.5-9b", form(tensor_parallel_size=2), 528),
         ("qwen3.5-35b-a3b", form("fp8"), 2096),
-        # latents start at 128: 2,170,880 / (128 x 1,152) = 14.7
-        ("kimi-linear-48b", form(), 1920),
+        # 2,170,880 / (16 x 1,152) = 117.8
+        ("kimi-linear-48b", form(), 1888),
         # no states, no change
         ("llama-3.1-8b", form(), 16),
         ("mamba-codestral-7b", form(), 16),
@@ -311,6 +313,14 @@ def test_bytes_of_a_token_by_model() -> None:
 )
 def test_blocks_of_hybrids_hold_a_state(name: str, cache_form: CacheFormat, block_size: int) -> None:
     assert hybrid_block_size(load_model(name).layers, cache_form, 16) == block_size
+
+
+def test_blocks_of_hybrids_are_multiples_of_what_the_engine_asks_for() -> None:
+    layers = load_model("kimi-linear-48b").layers
+    # kernels for latents start at 128: 2,170,880 / (128 x 1,152) = 14.7
+    assert hybrid_block_size(layers, BF16, 16, multiples=(128,)) == 15 * 128
+    # and checkpoints at 48 more: lcm(128, 48) is 384, 2,170,880 / (384 x 1,152) = 4.9
+    assert hybrid_block_size(layers, BF16, 16, multiples=(128, 48)) == 5 * 384
 
 
 def test_real_configs_give_the_pages_worked_by_hand(shared: Path) -> None:

@@ -224,6 +224,6 @@ def test_a_state_larger_than_a_block_sets_the_block_and_checkpoints_align_it() -
     # 4,255,744 / (16 x 4,096) = 64.9
     assert hybrid_block_size(layers, BF16, 16) == 1040
     # aligned to 128: 4,255,744 / (128 x 4,096) = 8.1
-    assert hybrid_block_size(layers, BF16, 16, multiple=128) == 1152
+    assert hybrid_block_size(layers, BF16, 16, multiples=(128,)) == 1152
     assert hybrid_block_size(layers, BF16, 2048) == 2048
     assert hybrid_block_size(numbered(state), BF16, 16) == 16
