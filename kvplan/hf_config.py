@@ -1,21 +1,30 @@
 """From a Hugging Face config to a model: field names, checks, derived sizes.
 
 A catalogue entry is such a config with a few more fields, so one reader serves both. It works in
-this order: the fields of a nested ``text_config`` are brought up; names of older architectures become
-the common ones; overrides and class defaults are put in; every field that is read is checked, and all
-faults are told at once; then sizes that follow from others are filled in.
+this order: the fields of a nested ``text_config``, or whatever the part of the language model is called, are
+brought up; names of older architectures become the common ones; overrides and class defaults are put
+in; every field that is read is checked, and all faults are told at once; then sizes that follow from
+others are filled in.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvplan.core.architectures import ARCHITECTURES, Architecture, number
-from kvplan.core.attention import layer_caches
+from kvplan.core.architectures import (
+    ARCHITECTURES,
+    AROUND_ANY,
+    BY_MODEL_TYPE,
+    REFUSED,
+    Architecture,
+    number,
+)
+from kvplan.core.attention import draft_caches, layer_caches
 from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
@@ -41,6 +50,8 @@ _MAX_LENGTH = 10**9
 _MAX_PARAMETERS = 10**15
 
 _LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attention_chunk_size"}
+#: What a model with a tower calls the config of its language model; omni models nest twice.
+_NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _COUNTS = {
     "attn_layer_period",
     "chunk_size",
@@ -48,30 +59,31 @@ _COUNTS = {
     "conv_dim",
     "conv_kernel",
     "decoder_sparse_step",
-    "expand",
     "expansion_ratio",
     "full_attention_interval",
     "global_head_dim",
     "head_dim",
     "hidden_size",
     "index_head_dim",
+    "index_topk_freq",
     "kv_lora_rank",
+    "layer_group_size",
     "linear_conv_kernel_dim",
+    "linear_head_dim",
     "linear_key_head_dim",
     "linear_num_key_heads",
     "linear_num_value_heads",
     "linear_value_head_dim",
     "mamba_chunk_size",
-    "mamba_d_conv",
-    "mamba_d_head",
+    "mamba_d_ssm",
     "mamba_d_state",
     "mamba_expand",
     "mamba_head_dim",
-    "mamba_n_groups",
-    "mamba_n_heads",
     "mamba_num_heads",
+    "mamba_step",
     "max_source_positions",
     "moe_intermediate_size",
+    "multi_query_group_num",
     "n_groups",
     "moe_layer_interval",
     "no_rope_layer_interval",
@@ -82,9 +94,8 @@ _COUNTS = {
     "num_kv_heads",
     "num_ln_in_parallel_attn",
     "qk_nope_head_dim",
-    "qk_rope_head_dim",
+    "short_conv_kernel_size",
     "ssm_state_size",
-    "state_size",
     "swa_head_dim",
     "swa_num_key_value_heads",
     "swa_v_head_dim",
@@ -118,6 +129,7 @@ _COUNTS_FROM_ZERO = {
     "vocab_size_per_layer_input",
     "attn_layer_offset",
     "first_k_dense_replace",
+    "index_skip_topk_offset",
     "max_window_layers",
     "moe_layer_start_index",
     "moe_num_shared_experts",
@@ -125,8 +137,11 @@ _COUNTS_FROM_ZERO = {
     "num_experts",
     "num_experts_per_tok",
     "num_kv_shared_layers",
+    "qk_rope_head_dim",
     "shared_expert_intermediate_size",
 }
+#: A window of 0 is none (vLLM config/model.py); DeepSeek-VL2 writes head_dim 0 for none.
+_FROM_ZERO = _COUNTS_FROM_ZERO | {"head_dim", "sliding_window"}
 _FLAGS = {
     "add_full_attention_sink_bias",
     "add_swa_attention_sink_bias",
@@ -138,17 +153,20 @@ _FLAGS = {
     "bias",
     "do_layer_norm_before",
     "enable_bias",
+    "is_causal",
     "is_encoder_decoder",
     "layer_norm_elementwise_affine",
     "lm_head_bias",
     "mlp_bias",
     "multi_query",
+    "multi_query_attention",
     "new_decoder_architecture",
     "parallel_attn",
     "qk_layernorm",
     "qkv_bias",
     "tie_word_embeddings",
     "use_bias",
+    "use_cla",
     "use_parallel_residual",
     "use_qk_norm",
     "use_qkv_bias",
@@ -158,15 +176,23 @@ _LISTS = {
     "architectures",
     "aliases",
     "attention",
+    "attn_layer_indices",
     "attn_type_list",
-    "block_types",
+    "block_configs",
+    "compress_ratios",
     "cross_attention_layers",
+    "decoder_attention_types",
+    "full_attn_idxs",
     "hybrid_layer_pattern",
     "layer_types",
     "layers_block_type",
     "mlp_only_layers",
+    "mtp_layer_types",
+    "mtp_layers_block_type",
     "no_rope_layers",
 }
+#: Lists of mappings; the others hold words or numbers.
+_LISTS_OF_MAPPINGS = {"attention", "block_configs"}
 _MAPPINGS = {
     "attn_config",
     "audio_config",
@@ -184,18 +210,34 @@ _TEXTS = {
     "hybrid_override_pattern",
     "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype",
+    "mtp_hybrid_override_pattern",
 } | {
     "model_type",
     "source",
 }
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
-#: a window pattern may be a word, the last layer with experts may be -1.
+#: a window pattern may be a word, the size of a state's heads "auto", the last layer with experts -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
-_OTHERS = {"intermediate_size", "moe_layer_end_index", "moe_layer_freq", "parameters"} | _PATTERNS
+_WORDS_TOO = _PATTERNS | {"index_topk_pattern", "mamba_head_dim"}
+_OTHERS = {"intermediate_size", "moe_layer_end_index", "moe_layer_freq", "parameters", "index_topk_pattern"} | _PATTERNS
+_OTHERS |= {"use_bidirectional_attention"}
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
+#: Fields that only the count of parameters reads (kvplan/core/families.py), which checks them itself.
+_WEIGHTS_ONLY = {
+    "encoder_attention_heads",
+    "encoder_ffn_dim",
+    "encoder_layers",
+    "index_n_heads",
+    "moe_layer_freq",
+    "num_shared_experts",
+    "q_lora_rank",
+    "shared_intermediate_size",
+}
 #: Every field that a catalogue entry may have: architectures' own names are as good as common ones.
-CATALOGUE_FIELDS = FIELDS | {"torch_dtype"} | {n for a in ARCHITECTURES.values() for n in a.names.values()}
+CATALOGUE_FIELDS = (
+    FIELDS | _WEIGHTS_ONLY | {"torch_dtype"} | {n for a in ARCHITECTURES.values() for n in a.names.values()}
+)
 
 #: Names that `ModelSpec` has for config fields, so that ``--set`` takes both.
 _SPEC_NAMES = {
@@ -208,9 +250,16 @@ _WEIGHT_NEUTRAL = (
     {"dtype", "max_position_embeddings", "parameters", "quantization_config", "family", "hf_id", "source"}
     | _LISTS
     | {"sliding_window", "use_sliding_window", "max_window_layers", "rope_scaling", "attention_chunk_size"}
+    | {"use_cla", "mamba_ssm_dtype", "mamba_ssm_cache_dtype", "index_topk_freq", "index_skip_topk_offset"}
+    | {"num_nextn_predict_layers", "index_topk_pattern"}
 )
+#: What nearly all names of classes end in says nothing about their likeness.
+_SUFFIX = r"(ForCausalLM|ForConditionalGeneration|LMHeadModel|Model)$"
+#: Names of fields that may change what is kept, and of some that do not: those of an unknown class are told.
+_TELLING = r"attn|attention|compress|conv|head|index|kv|latent|layer_types|mamba|rank|ssm|state|window"
+_TELLING_NOTHING = r"_dropout|_bias|^output_|rotary|rope|vision|audio|image|video|^pretraining"
 
-_REQUIRED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 #: Kinds of rotary embedding that do not stretch the context (transformers 5.24.0,
 #: modeling_rope_utils.py; "mrope" only splits positions into three).
@@ -255,10 +304,12 @@ def spec_from_config(
     Raises one `InputError` for all faults of the config.
     """
     flat = _flatten(config)
-    name, architecture = _architecture(flat, origin)
+    name, architecture = _architecture(config, flat, (overrides or {}).get("architectures"), origin)
     changes = {_common_name(key, architecture): value for key, value in (overrides or {}).items()}
+    if "architectures" in changes:
+        changes["architectures"] = [name]
     fields = read_fields(flat, architecture, changes, origin)
-    layers = _layers(fields, architecture, origin)
+    layers, drafts = _layers(fields, architecture, origin)
     if not set(changes) <= _WEIGHT_NEUTRAL:
         # A total that was counted for another shape says nothing about this one.
         stored = None
@@ -285,6 +336,7 @@ def spec_from_config(
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
+        draft_layers=drafts,
         mlp=mlp_of(architecture.layout, fields),
         mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
     )
@@ -335,40 +387,115 @@ def draft_layers(config: Mapping[str, object]) -> range:
 
 
 def _flatten(config: Mapping[str, object]) -> dict[str, object]:
-    """The fields of the language model: those of ``text_config`` count more than the outer ones."""
-    text = config.get("text_config")
-    outer = {key: value for key, value in config.items() if key != "text_config"}
-    if not isinstance(text, Mapping):
-        return outer
-    inner = {key: value for key, value in text.items() if key not in ("architectures", "model_type")}
-    # A text_config that leaves a field null does not unset what the model as a whole says.
-    return outer | {key: value for key, value in inner.items() if value is not None or key not in outer}
+    """The fields of the language model: those of its own part count more than the outer ones."""
+    flat = {key: value for key, value in config.items() if key not in _NESTED}
+    inner = _nested(config)
+    if inner is None:
+        return flat
+    for key, value in _flatten(inner).items():
+        # A part that leaves a field null does not unset what the model as a whole says.
+        if key not in ("architectures", "model_type") and (value is not None or key not in flat):
+            flat[key] = value
+    return flat
 
 
-def _architecture(flat: Mapping[str, object], origin: Origin) -> tuple[str, Architecture]:
+def _nested(config: Mapping[str, object]) -> Mapping[str, object] | None:
+    """The config of the language model within a model with a tower, if there is one."""
+    for name in _NESTED:
+        inner = config.get(name)
+        if isinstance(inner, Mapping):
+            return inner
+    return None
+
+
+def _architecture(
+    config: Mapping[str, object], flat: Mapping[str, object], override: object, origin: Origin
+) -> tuple[str, Architecture]:
+    """The class of a model: the first of its names that is known. ``override`` is given by ``--set``."""
     names = flat.get("architectures")
+    where = origin.of("architectures")
+    if override is not None:
+        names = [override] if isinstance(override, str) else override
+        where = "--set architectures=..."
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         what = "is missing" if names is None else f"is {_quoted(names)}, not a list of names"
         raise InputError(
             f"architectures {what}",
-            where=origin.of("architectures"),
+            where=where,
             hint="add a line such as architectures: [LlamaForCausalLM]",
         )
     for name in names:
         if name in ARCHITECTURES:
             return name, ARCHITECTURES[name]
+        if name in AROUND_ANY:
+            return name, _within(config, where)._replace(layout=None)
     if flat.get("attention") is not None and flat.get("parameters") is not None:
         family = flat.get("family") or flat.get("model_type") or names[0]
         return names[0], Architecture(family=str(family))
-    error = unknown_name(
-        "architecture",
-        names[0],
-        ARCHITECTURES,
-        where=origin.of("architectures"),
-        listing="kvplan/core/architectures.py",
+    if names[0] in REFUSED:
+        raise InputError(
+            f"{names[0]}: {REFUSED[names[0]]}",
+            where=where,
+            hint="a catalogue entry may give attention and parameters itself",
+        )
+    raise _unknown_architecture(names[0], flat, where)
+
+
+def _within(config: Mapping[str, object], where: str) -> Architecture:
+    """The class of the language model that a class around it leaves to the nested config."""
+    inner = _nested(config) or {}
+    names = inner.get("architectures")
+    for name in names if isinstance(names, list) else ():
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return ARCHITECTURES[name]
+    kind = inner.get("model_type")
+    if isinstance(kind, str) and kind in BY_MODEL_TYPE:
+        return ARCHITECTURES[BY_MODEL_TYPE[kind]]
+    raise InputError(
+        f"the language model within is of an unknown kind: model_type is {_quoted(kind)}",
+        where=where,
+        hint="say which class it is: --set architectures=LlamaForCausalLM",
     )
-    error.hint = f"{error.hint}; a catalogue entry may give attention and parameters itself"
-    raise error
+
+
+def _unknown_architecture(name: str, flat: Mapping[str, object], where: str) -> InputError:
+    """Names the fields that nobody read, and the class that is nearest in name or in fields."""
+    unread = sorted(
+        key[:40]
+        for key in flat.keys() - CATALOGUE_FIELDS
+        if re.search(_TELLING, key) and not re.search(_TELLING_NOTHING, key)
+    )
+    stems = {re.sub(_SUFFIX, "", known): known for known in ARCHITECTURES}
+    near = difflib.get_close_matches(re.sub(_SUFFIX, "", name), stems, n=1, cutoff=0.75)
+    nearest = stems[near[0]] if near else _nearest_by_fields(flat)
+    told = f"; nothing here reads {', '.join(unread[:8])}" if unread else ""
+    more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
+    return InputError(
+        f'unknown architecture "{name}"{told}{more}',
+        where=where,
+        hint=f"nearest is {nearest}: if its layers keep the same, add --set architectures={nearest}; "
+        "a catalogue entry may give attention and parameters itself",
+    )
+
+
+def _nearest_by_fields(flat: Mapping[str, object]) -> str:
+    kind = flat.get("model_type")
+    if isinstance(kind, str) and kind in BY_MODEL_TYPE:
+        return BY_MODEL_TYPE[kind]
+    marks = {
+        "compress_ratios": "DeepseekV4ForCausalLM",
+        "index_head_dim": "DeepseekV32ForCausalLM",
+        "kv_lora_rank": "DeepseekV3ForCausalLM",
+        "linear_attn_config": "KimiLinearForCausalLM",
+        "linear_num_value_heads": "Qwen3NextForCausalLM",
+        "hybrid_override_pattern": "NemotronHForCausalLM",
+        "mamba_n_heads": "BambaForCausalLM",
+        "mamba_d_state": "JambaForCausalLM",
+        "conv_L_cache": "Lfm2ForCausalLM",
+        "attention_chunk_size": "Llama4ForCausalLM",
+        "sliding_window_pattern": "Gemma3ForCausalLM",
+    }
+    return next((near for field, near in marks.items() if flat.get(field) is not None), "LlamaForCausalLM")
 
 
 def _own_names(architecture: Architecture) -> dict[str, str]:
@@ -394,22 +521,24 @@ def _type_fault(name: str, value: object) -> _Fault | None:
     """What is wrong with the value of one field, taken alone; null means absent."""
     if value is None:
         return None
-    if name == "dtype":
-        return _dtype_fault(value)
+    if name in ("dtype", "mamba_ssm_cache_dtype", "mamba_ssm_dtype"):
+        return _dtype_fault(name, value)
     if name in _FLAGS:
         fits, wanted, hint = isinstance(value, bool), "true or false", "write true or false"
     elif name in _LISTS:
         items = value if isinstance(value, list) else [None]
-        kinds = Mapping if name == "attention" else int | str
-        fits = all(isinstance(item, kinds) for item in items)
-        wanted = "a list of mappings" if name == "attention" else "a list of words or numbers"
+        mappings = name in _LISTS_OF_MAPPINGS
+        fits = all(isinstance(item, Mapping if mappings else int | str) for item in items)
+        wanted = "a list of mappings" if mappings else "a list of words or numbers"
         hint = "write it as [a, b]"
     elif name in _MAPPINGS:
         fits, wanted, hint = isinstance(value, Mapping), "a mapping", "write it as {key: value}"
     elif name in _TEXTS:
         fits, wanted, hint = isinstance(value, str), "text", "put it in quotes"
-    elif (name in _PATTERNS and isinstance(value, str)) or (
-        name in ("intermediate_size", "moe_layer_freq") and isinstance(value, list)
+    elif (
+        (name in _WORDS_TOO and isinstance(value, str))
+        or (name in ("intermediate_size", "index_topk_pattern", "moe_layer_freq") and isinstance(value, list))
+        or name == "use_bidirectional_attention"
     ):
         return None
     else:
@@ -420,23 +549,25 @@ def _type_fault(name: str, value: object) -> _Fault | None:
 def _number_fault(name: str, value: object) -> _Fault | None:
     if isinstance(value, bool) or not isinstance(value, int):
         return _Fault(name, f"{name} is {_quoted(value)}, not a whole number", "write a number, such as 8")
-    lowest = -1 if name == "moe_layer_end_index" else 0 if name in _COUNTS_FROM_ZERO else 1
+    lowest = -1 if name == "moe_layer_end_index" else 0 if name in _FROM_ZERO else 1
     if value < lowest:
         return _Fault(name, f"{name} is {value}, below {lowest}", f"write a number of at least {lowest}")
-    highest = {"num_hidden_layers": _MAX_LAYERS, "parameters": _MAX_PARAMETERS}.get(
-        name, _MAX_LENGTH if name in _LENGTHS else _MAX_COUNT
-    )
+    highest = {
+        "num_hidden_layers": _MAX_LAYERS,
+        "num_nextn_predict_layers": _MAX_LAYERS,
+        "parameters": _MAX_PARAMETERS,
+    }.get(name, _MAX_LENGTH if name in _LENGTHS else _MAX_COUNT)
     if value > highest:
         return _Fault(name, f"{name} is {value}, above {highest:,}", "no known model is that large")
     return None
 
 
-def _dtype_fault(value: object) -> _Fault | None:
+def _dtype_fault(name: str, value: object) -> _Fault | None:
     if isinstance(value, str) and value.removeprefix("torch.") in _DTYPES:
         return None
     near = difflib.get_close_matches(value[:60], _DTYPES, n=2) if isinstance(value, str) else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_DTYPES)}"
-    return _Fault("dtype", f"unknown dtype {_quoted(value)}", hint)
+    return _Fault(name, f"unknown {name} {_quoted(value)}", hint)
 
 
 def _quoted(value: object) -> str:
@@ -448,11 +579,17 @@ def _quoted(value: object) -> str:
 def _complete(fields: dict[str, object], architecture: Architecture) -> None:
     """Fills in the sizes that follow from others."""
     heads, hidden = number(fields, "num_attention_heads"), number(fields, "hidden_size")
+    for name in ("head_dim", "sliding_window"):
+        if fields.get(name) == 0:
+            fields[name] = None
     if fields.get("kv_lora_rank") is not None:
+        if architecture.state is not None and heads:
+            # Beside latents, head_dim is that of the layers with a state (vLLM bailing_moe_linear.py).
+            fields.setdefault("linear_head_dim", number(fields, "head_dim") or hidden // heads)
         # Latent attention: a head of queries and keys has a part with and one without positions.
         fields["head_dim"] = number(fields, "qk_nope_head_dim") + number(fields, "qk_rope_head_dim") or None
     if fields.get("head_dim") is None and heads and hidden % heads == 0:
-        fields["head_dim"] = hidden // heads
+        fields["head_dim"] = architecture.head_dim_factor * hidden // heads
     if fields.get("num_key_value_heads") is None and heads:
         fields["num_key_value_heads"] = architecture.kv_heads(fields) if architecture.kv_heads else heads
     if fields.get("intermediate_size") is None and architecture.mlp_ratio is not None:
@@ -467,6 +604,8 @@ def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> l
     layout = architecture.layout if counts else None
     experts = layout.experts if layout and fields.get("num_experts") != 0 else None
     required = list(_REQUIRED)
+    if not _is_attention_free(architecture):
+        required.append("num_attention_heads")
     if layout and layout.position_offset is not None:
         required.append("max_position_embeddings")
     if experts:
@@ -481,6 +620,8 @@ def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> l
     if faults:
         return faults
     heads, kv_heads = number(fields, "num_attention_heads"), number(fields, "num_key_value_heads")
+    if _is_attention_free(architecture):
+        return faults
     if fields.get("head_dim") is None:
         hidden = number(fields, "hidden_size")
         faults.append(
@@ -501,6 +642,10 @@ def _shape_faults(fields: Mapping[str, object], architecture: Architecture) -> l
         what = f"first_k_dense_replace {fields['first_k_dense_replace']} is above num_hidden_layers"
         faults.append(_Fault("first_k_dense_replace", what, "it counts the first layers without experts"))
     return faults
+
+
+def _is_attention_free(architecture: Architecture) -> bool:
+    return architecture.every_layer == ("state",)
 
 
 def _as_error(
@@ -527,12 +672,13 @@ def _as_error(
 
 def _layers(
     fields: Mapping[str, object], architecture: Architecture, origin: Origin
-) -> tuple[LayerCache, ...]:
+) -> tuple[tuple[LayerCache, ...], tuple[LayerCache, ...]]:
+    """The caches of the layers, and of those for multi-token prediction."""
     written = fields.get("attention")
     if isinstance(written, list):
-        return _written_layers(written, fields, origin)
+        return _written_layers(written, fields, origin), ()
     try:
-        return layer_caches(fields, architecture)
+        return layer_caches(fields, architecture), draft_caches(fields, architecture)
     except InputError as error:
         # The rules of attention do not know where the config was written.
         raise InputError(error.what, where=origin.of(), hint=error.hint) from None

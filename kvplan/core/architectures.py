@@ -83,12 +83,30 @@ class Architecture(NamedTuple):
     defaults: Config = MappingProxyType({})
     #: Number of key/value heads where ``num_key_value_heads`` is not given; None: as many as query heads.
     kv_heads: CountRule | None = None
+    #: ``head_dim`` where it is absent is this many times the hidden size by heads (Zamba2).
+    head_dim_factor: int = 1
     #: ``intermediate_size`` where it is absent, in multiples of ``hidden_size``; None: it is required.
     mlp_ratio: int | None = None
     #: Where only ``sliding_window`` is given: each n-th layer is full, the others slide; None: all slide.
     full_every: int | None = None
-    #: Every layer has these kinds, whatever the config says (Falcon-H1).
-    every_layer: tuple[str, ...] = ()
+    #: What every layer keeps, whatever the config says, by keys of `kvplan.core.attention`: () for encoders. None:
+    #: the config tells.
+    every_layer: tuple[str, ...] | None = None
+    #: The kind of those layers that keep a state; None: the class has none.
+    state: str | None = None
+    #: Each layer has a window of its own or none. Otherwise one window holds for the model, and only where no
+    #: layer is full (vLLM engine/arg_utils.py).
+    mixes_windows: bool = False
+    #: Tokens that a sliding layer keeps beyond ``sliding_window`` (vLLM 0.33 commandr.py: the token itself).
+    window_extra: int = 0
+    #: Latents are only a way to compute keys and values, which are kept whole (vLLM minicpm3.py).
+    expands_latents: bool = False
+    #: Latents of several tokens are kept as one, beside a window (DeepSeek-V4).
+    compresses: bool = False
+    #: What a layer for multi-token prediction keeps; None: vLLM has no such layers for the class.
+    draft_layer: tuple[str, ...] | None = None
+    #: How many of them vLLM builds at most; None: as many as the config says.
+    draft_limit: int | None = None
 
 
 def number(config: Config, name: str, default: int = 0) -> int:
@@ -312,11 +330,34 @@ _GEMMA3_TEXT = {
     "sliding_window": 4096,
 }
 
+#: Mamba layers as Jamba, Granite, Bamba and Falcon-H1 spell them.
+_MAMBA_NAMES = {
+    "mamba_num_heads": "mamba_n_heads",
+    "mamba_head_dim": "mamba_d_head",
+    "ssm_state_size": "mamba_d_state",
+    "n_groups": "mamba_n_groups",
+    "conv_kernel": "mamba_d_conv",
+}
+_MAMBA2 = {"mamba_num_heads": 128, "ssm_state_size": 256, "n_groups": 1, "conv_kernel": 4, "mamba_expand": 2}
+_GATED_DELTA_NET = {
+    "head_dim": 256,
+    "full_attention_interval": 4,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+_STEP_NAMES = {"num_key_value_heads": "num_attention_groups"}
+
 _BY_CLASS: dict[str, Architecture] = {
     # Multi-head, grouped-query and multi-query attention in every layer.
-    "LlamaForCausalLM": Architecture(family="llama", layout=_LLAMA),
+    "LlamaForCausalLM": Architecture(family="llama", layout=_LLAMA, mixes_windows=True),
     "MistralForCausalLM": Architecture(
-        family="mistral", layout=Layout(), defaults={"sliding_window": 4096, "num_key_value_heads": 8}
+        family="mistral",
+        layout=Layout(),
+        defaults={"sliding_window": 4096, "num_key_value_heads": 8},
+        mixes_windows=True,
     ),
     "MixtralForCausalLM": Architecture(
         family="mixtral",
@@ -341,6 +382,7 @@ _BY_CLASS: dict[str, Architecture] = {
             ),
         ),
         defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 16},
+        full_every=2,
     ),
     "Qwen3ForCausalLM": Architecture(
         family="qwen3",
@@ -358,8 +400,9 @@ _BY_CLASS: dict[str, Architecture] = {
         family="mimo",
         layout=_QWEN2,
         defaults=_SLIDING_BY_FLAG | {"max_window_layers": 28, "num_key_value_heads": 32},
+        draft_layer=("full",),
     ),
-    "Phi3ForCausalLM": Architecture(family="phi3", layout=Layout()),
+    "Phi3ForCausalLM": Architecture(family="phi3", layout=Layout(), mixes_windows=True),
     "PhimoeForCausalLM": Architecture(
         family="phimoe",
         layout=Layout(
@@ -386,6 +429,7 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=True,
             head_bias=True,
         ),
+        mixes_windows=True,
     ),
     "GemmaForCausalLM": Architecture(
         family="gemma", layout=_GEMMA, defaults={"head_dim": 256, "num_key_value_heads": 16}
@@ -404,6 +448,7 @@ _BY_CLASS: dict[str, Architecture] = {
         ),
         names=_ROUTED_EXPERTS,
         defaults={"first_k_dense_replace": 1, "num_key_value_heads": 8},
+        draft_layer=("full",),
     ),
     "MiniMaxM2ForCausalLM": Architecture(
         family="minimax_m2",
@@ -432,6 +477,7 @@ _BY_CLASS: dict[str, Architecture] = {
         ),
         names={"num_experts": "moe_num_experts", "num_experts_per_tok": "moe_k"},
         defaults={"num_key_value_heads": 4},
+        draft_layer=("full",),
     ),
     "SmolLM3ForCausalLM": Architecture(
         family="smollm3",
@@ -439,6 +485,7 @@ _BY_CLASS: dict[str, Architecture] = {
             qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False), tied=True
         ),
         defaults={"use_sliding_window": False, "num_key_value_heads": 4},
+        mixes_windows=True,
     ),
     "StableLmForCausalLM": Architecture(
         family="stablelm",
@@ -476,6 +523,7 @@ _BY_CLASS: dict[str, Architecture] = {
             tied=True,
         ),
         defaults={"num_key_value_heads": 2},
+        mixes_windows=True,
     ),
     "FalconForCausalLM": Architecture(
         family="falcon",
@@ -541,7 +589,12 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
     "GPT2LMHeadModel": Architecture(family="gpt2", layout=_GPT2, names=_GPT2_NAMES, mlp_ratio=4),
     "GPTBigCodeForCausalLM": Architecture(
-        family="gpt_bigcode", layout=_GPT2, names=_GPT2_NAMES, kv_heads=_bigcode_kv_heads, mlp_ratio=4
+        family="gpt_bigcode",
+        layout=_GPT2,
+        names=_GPT2_NAMES,
+        kv_heads=_bigcode_kv_heads,
+        mlp_ratio=4,
+        mixes_windows=True,
     ),
     "GPTJForCausalLM": Architecture(
         family="gptj",
@@ -565,13 +618,15 @@ _BY_CLASS: dict[str, Architecture] = {
             gated_mlp=False,
             mlp_bias=True,
         ),
+        mixes_windows=True,
     ),
-    "GraniteForCausalLM": Architecture(family="granite", layout=_LLAMA),
+    "GraniteForCausalLM": Architecture(family="granite", layout=_LLAMA, mixes_windows=True),
     "OlmoForCausalLM": Architecture(
         family="olmo",
         layout=Layout(norm="none", qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS),
+        mixes_windows=True,
     ),
-    "Olmo2ForCausalLM": Architecture(family="olmo2", layout=_OLMO2),
+    "Olmo2ForCausalLM": Architecture(family="olmo2", layout=_OLMO2, mixes_windows=True),
     # internlm/internlm-20b modeling_internlm.py: Llama with a flag that biases all four projections.
     "InternLMForCausalLM": Architecture(
         family="internlm", layout=Layout(qkv_bias=("bias", True), output_bias=("bias", True))
@@ -603,7 +658,11 @@ _BY_CLASS: dict[str, Architecture] = {
         family="exaone", layout=Layout(), names={"num_hidden_layers": "num_layers"}
     ),
     "Exaone4ForCausalLM": Architecture(
-        family="exaone4", layout=Layout(qk_norm="head"), defaults={"sliding_window": 4096}, full_every=4
+        family="exaone4",
+        layout=Layout(qk_norm="head"),
+        defaults={"sliding_window": 4096},
+        full_every=4,
+        mixes_windows=True,
     ),
     "SeedOssForCausalLM": Architecture(
         family="seed_oss",
@@ -613,6 +672,7 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=("mlp_bias", False),
         ),
         defaults={"head_dim": 128, "num_key_value_heads": 8},
+        mixes_windows=True,
     ),
     "GraniteMoeForCausalLM": Architecture(
         family="granite_moe",
@@ -647,11 +707,14 @@ _BY_CLASS: dict[str, Architecture] = {
             ),
         ),
         names=_ROUTED_EXPERTS,
+        mixes_windows=True,
+        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 62},
     ),
     "GlmForCausalLM": Architecture(
         family="glm",
         layout=Layout(qkv_bias=("attention_bias", True)),
         defaults={"head_dim": 128, "num_key_value_heads": 2},
+        mixes_windows=True,
     ),
     "Glm4ForCausalLM": Architecture(
         family="glm4",
@@ -686,10 +749,12 @@ _BY_CLASS: dict[str, Architecture] = {
     "InternLM3ForCausalLM": Architecture(
         family="internlm3",
         layout=Layout(qkv_bias=("qkv_bias", False), output_bias=("bias", False), mlp_bias=("bias", False)),
+        mixes_windows=True,
     ),
     "HunYuanDenseV1ForCausalLM": Architecture(
         family="hunyuan_dense",
         layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, qk_norm="head"),
+        mixes_windows=True,
     ),
     # tencent/Hunyuan-A13B-Instruct: experts and a shared MLP in all layers.
     "HunYuanMoEV1ForCausalLM": Architecture(
@@ -701,9 +766,11 @@ _BY_CLASS: dict[str, Architecture] = {
             experts=Experts(layers=_all_layers, shared_width=_hunyuan_shared_width),
         ),
         names={"num_experts_per_tok": "moe_topk", "moe_intermediate_size": "intermediate_size"},
+        mixes_windows=True,
     ),
     "Step3TextForCausalLM": Architecture(
         family="step3",
+        kv_heads=lambda config: 1,
         layout=Layout(experts=Experts(layers=_step3_sparse_layers, shared_width=_width("share_expert_dim"))),
         names={
             "num_experts": "moe_num_experts",
@@ -741,7 +808,7 @@ _BY_CLASS: dict[str, Architecture] = {
         family="qwen3_vl_moe", layout=_QWEN3_MOE, defaults={"head_dim": 128, "num_key_value_heads": 16}
     ),
     "Mistral3ForConditionalGeneration": Architecture(
-        family="mistral3", layout=Layout(), defaults={"num_key_value_heads": 8}
+        family="mistral3", layout=Layout(), defaults={"num_key_value_heads": 8}, mixes_windows=True
     ),
     # Sliding windows in some or all layers.
     "Gemma2ForCausalLM": Architecture(
@@ -749,27 +816,27 @@ _BY_CLASS: dict[str, Architecture] = {
         layout=_GEMMA2,
         defaults={"head_dim": 256, "sliding_window": 4096, "num_key_value_heads": 4},
         full_every=2,
+        mixes_windows=True,
     ),
     "Gemma3ForCausalLM": Architecture(
-        family="gemma3",
-        layout=_GEMMA3,
-        defaults=_GEMMA3_TEXT,
-        full_every=6,
+        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
     ),
     "Gemma3ForConditionalGeneration": Architecture(
-        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6
+        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
     ),
     "Gemma3nForConditionalGeneration": Architecture(
         family="gemma3n",
         layout=_GEMMA3,
         defaults={"sliding_window": 512, "num_kv_shared_layers": 15, "head_dim": 256},
         full_every=5,
+        mixes_windows=True,
     ),
     "Gemma4ForConditionalGeneration": Architecture(
         family="gemma4",
         layout=_GEMMA3,
         defaults={"sliding_window": 512, "head_dim": 256, "global_head_dim": 512},
         full_every=6,
+        mixes_windows=True,
     ),
     "Cohere2ForCausalLM": Architecture(
         family="cohere2",
@@ -782,9 +849,11 @@ _BY_CLASS: dict[str, Architecture] = {
         ),
         defaults={"sliding_window": 4096},
         full_every=4,
+        mixes_windows=True,
+        window_extra=1,
     ),
     "Olmo3ForCausalLM": Architecture(
-        family="olmo3", layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4
+        family="olmo3", layout=_OLMO2, defaults={"sliding_window": 4096}, full_every=4, mixes_windows=True
     ),
     "GptOssForCausalLM": Architecture(
         family="gpt_oss",
@@ -798,6 +867,7 @@ _BY_CLASS: dict[str, Architecture] = {
         names=_LOCAL_EXPERTS,
         defaults={"sliding_window": 128, "head_dim": 64, "num_key_value_heads": 8},
         full_every=2,
+        mixes_windows=True,
     ),
     "MiMoV2FlashForCausalLM": Architecture(
         family="mimo_v2",
@@ -805,7 +875,11 @@ _BY_CLASS: dict[str, Architecture] = {
             qkv_bias=_ATTENTION_BIAS,
             experts=Experts(layers=_moe_frequency_layers, correction="buffer"),
         ),
-        names=_ROUTED_EXPERTS,
+        names=_ROUTED_EXPERTS | {"sliding_window": "sliding_window_size"},
+        mixes_windows=True,
+        draft_layer=("sliding_window",),
+        draft_limit=1,
+        defaults={"num_nextn_predict_layers": 1},
     ),
     "Llama4ForConditionalGeneration": Architecture(
         family="llama4",
@@ -816,6 +890,7 @@ _BY_CLASS: dict[str, Architecture] = {
         ),
         names=_LOCAL_EXPERTS,
         defaults={"attention_chunk_size": 8192, "head_dim": 128, "num_key_value_heads": 8},
+        mixes_windows=True,
     ),
     # Latent attention, sparse where an indexer is configured.
     "DeepseekV2ForCausalLM": Architecture(
@@ -823,28 +898,26 @@ _BY_CLASS: dict[str, Architecture] = {
         layout=_DEEPSEEK._replace(experts=_DEEPSEEK_V2_EXPERTS),
         names=_ROUTED_EXPERTS,
     ),
-    "DeepseekV3ForCausalLM": Architecture(family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
-    "DeepseekV32ForCausalLM": Architecture(family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
-    "GlmMoeDsaForCausalLM": Architecture(family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
-    # A window's keys in every layer, compressed ones beside them in most.
-    "DeepseekV4ForCausalLM": Architecture(
-        family="deepseek_v4",
-        layout=Layout(
-            experts=Experts(
-                layers=_all_layers,
-                shared_width=_shared_by_count("n_shared_experts", 1),
-                correction="buffer",
-            )
-        ),
-        names=_ROUTED_EXPERTS,
-        defaults={"num_key_value_heads": 1},
+    "DeepseekV3ForCausalLM": Architecture(
+        family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
     ),
-    "Glm4MoeLiteForCausalLM": Architecture(family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS),
+    "DeepseekV32ForCausalLM": Architecture(
+        family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "GlmMoeDsaForCausalLM": Architecture(
+        family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
+    "Glm4MoeLiteForCausalLM": Architecture(
+        family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
+    ),
     "KimiK25ForConditionalGeneration": Architecture(
-        family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS
+        family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
     ),
     "MiniCPM3ForCausalLM": Architecture(
-        family="minicpm3", layout=Layout(qkv_bias=_ATTENTION_BIAS, tied=True, every_stage_embeds=True)
+        family="minicpm3",
+        layout=Layout(qkv_bias=_ATTENTION_BIAS, tied=True, every_stage_embeds=True),
+        expands_latents=True,
+        every_layer=("expanded",),
     ),
     # States in some or all layers.
     "KimiLinearForCausalLM": Architecture(
@@ -856,7 +929,10 @@ _BY_CLASS: dict[str, Architecture] = {
                 correction="buffer",
             )
         ),
-        names={"num_experts_per_tok": "num_experts_per_token"},
+        names={"num_experts_per_tok": "num_experts_per_token"}
+        | {"max_position_embeddings": "model_max_length"},
+        draft_layer=("full",),
+        state="kda",
     ),
     "NemotronHForCausalLM": Architecture(
         family="nemotron_h",
@@ -866,35 +942,57 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=("mlp_bias", False),
             every_stage_embeds=True,
         ),
-        names={"head_dim": "attention_head_dim"},
-        defaults={"num_key_value_heads": 8},
+        names={"head_dim": "attention_head_dim"}
+        | {"n_groups": "mamba_n_groups", "conv_kernel": "mamba_d_conv"},
+        defaults={"num_key_value_heads": 8} | {"mamba_ssm_cache_dtype": "float32"},
+        draft_layer=("full",),
+        state="mamba2",
+        draft_limit=1,
     ),
     "Qwen3NextForCausalLM": Architecture(
         family="qwen3_next",
         layout=_QWEN3_NEXT,
-        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2},
+        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
+        draft_layer=("full",),
+        state="gated_delta_net",
     ),
     "Qwen3_5ForConditionalGeneration": Architecture(
         family="qwen3_5",
         layout=_QWEN3_NEXT._replace(experts=None),
-        defaults={"head_dim": 256, "full_attention_interval": 4},
+        defaults={"head_dim": 256, "full_attention_interval": 4}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
+        draft_layer=("full",),
+        state="gated_delta_net",
+        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
     ),
     "Qwen3_5MoeForConditionalGeneration": Architecture(
         family="qwen3_5_moe",
         layout=_QWEN3_NEXT,
-        defaults={"head_dim": 256, "full_attention_interval": 4},
+        defaults={"head_dim": 256, "full_attention_interval": 4}
+        | _GATED_DELTA_NET
+        | {"num_nextn_predict_layers": 1},
+        draft_layer=("full",),
+        state="gated_delta_net",
+        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
     ),
     "JambaForCausalLM": Architecture(
         family="jamba",
         layout=Layout(experts=Experts(layers=_periodic_layers), every_stage_embeds=True),
-        names={"moe_intermediate_size": "intermediate_size"},
-        defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8},
+        names={"moe_intermediate_size": "intermediate_size"} | _MAMBA_NAMES,
+        defaults={"attn_layer_period": 8, "attn_layer_offset": 4, "num_key_value_heads": 8}
+        | {"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
+        state="mamba1",
     ),
     "FalconH1ForCausalLM": Architecture(
         family="falcon_h1",
         layout=Layout(qkv_bias=_ATTENTION_BIAS, output_bias=_ATTENTION_BIAS, mlp_bias=("mlp_bias", False)),
         every_layer=("full", "state"),
-        defaults={"num_key_value_heads": 8},
+        defaults={"num_key_value_heads": 8} | _MAMBA2 | {"mamba_d_ssm": 1024},
+        names=_MAMBA_NAMES,
+        state="mamba2",
     ),
     "BambaForCausalLM": Architecture(
         family="bamba",
@@ -904,12 +1002,9 @@ _BY_CLASS: dict[str, Architecture] = {
             mlp_bias=("mlp_bias", False),
             every_stage_embeds=True,
         ),
-        defaults={"num_key_value_heads": 8},
-    ),
-    "Zamba2ForCausalLM": Architecture(
-        family="zamba2",
-        layout=Layout(tied=True, mlp_bias=("add_bias_linear", False), every_stage_embeds=True),
-        names={"head_dim": "attention_head_dim"},
+        defaults={"num_key_value_heads": 8} | _MAMBA2 | {"attn_layer_indices": []},
+        names=_MAMBA_NAMES,
+        state="mamba2",
     ),
     "GraniteMoeHybridForCausalLM": Architecture(
         family="granite_moe_hybrid",
@@ -919,12 +1014,16 @@ _BY_CLASS: dict[str, Architecture] = {
             experts=Experts(layers=_all_layers, shared_width=_width("shared_intermediate_size")),
             every_stage_embeds=True,
         ),
-        names=_LOCAL_EXPERTS,
+        names=_LOCAL_EXPERTS | _MAMBA_NAMES,
+        defaults=_MAMBA2,
+        state="mamba2",
     ),
     "Lfm2ForCausalLM": Architecture(
         family="lfm2",
         layout=Layout(qk_norm="head", tied=True, every_stage_embeds=True),
         names={"intermediate_size": "block_ff_dim"},
+        defaults={"num_key_value_heads": 8, "conv_L_cache": 3},
+        state="short_conv",
     ),
     "Lfm2MoeForCausalLM": Architecture(
         family="lfm2",
@@ -934,21 +1033,38 @@ _BY_CLASS: dict[str, Architecture] = {
             every_stage_embeds=True,
             experts=Experts(layers=_after_first("num_dense_layers"), correction="buffer"),
         ),
+        defaults={"num_key_value_heads": 8, "conv_L_cache": 3},
+        state="short_conv",
     ),
-    "MiniMaxText01ForCausalLM": Architecture(family="minimax", layout=_MINIMAX, names=_LOCAL_EXPERTS),
+    "MiniMaxText01ForCausalLM": Architecture(
+        family="minimax",
+        layout=_MINIMAX,
+        names=_LOCAL_EXPERTS,
+        defaults={"num_key_value_heads": 8},
+        state="linear_attention",
+    ),
     "MambaForCausalLM": Architecture(
         family="mamba",
         layout=Layout(norms_per_layer=1, tied=True, every_stage_embeds=True),
-        names={"ssm_state_size": "state_size"},
-        defaults={"num_attention_heads": 1},
+        names={"ssm_state_size": "state_size"} | {"mamba_expand": "expand"},
+        defaults={"ssm_state_size": 16, "conv_kernel": 4, "mamba_expand": 2},
         every_layer=("state",),
+        state="mamba1",
     ),
     "Mamba2ForCausalLM": Architecture(
         family="mamba2",
         layout=Layout(norms_per_layer=1, every_stage_embeds=True),
-        names={"num_attention_heads": "num_heads", "ssm_state_size": "state_size"}
-        | {"mamba_num_heads": "num_heads", "mamba_head_dim": "head_dim"},
+        names={
+            "num_attention_heads": "num_heads",
+            "mamba_num_heads": "num_heads",
+            "mamba_head_dim": "head_dim",
+            "ssm_state_size": "state_size",
+            "mamba_expand": "expand",
+        },
         every_layer=("state",),
+        defaults={"mamba_num_heads": 128, "mamba_head_dim": 64, "ssm_state_size": 128}
+        | {"n_groups": 8, "conv_kernel": 4, "mamba_expand": 2},
+        state="mamba2",
     ),
     # Cross-attention to an encoder.
     "MllamaForConditionalGeneration": Architecture(
@@ -991,16 +1107,234 @@ _BY_CLASS: dict[str, Architecture] = {
     ),
 }
 
+_GEMMA3N = _BY_CLASS["Gemma3nForConditionalGeneration"]
+_GEMMA4 = _BY_CLASS["Gemma4ForConditionalGeneration"]
+_EXAONE4 = _BY_CLASS["Exaone4ForCausalLM"]
+_BAILING_MLA = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+#: Classes whose parameters are not counted, by what is known of their caches. Source: vLLM 0.33.0
+#: model_executor/models and vllm/models; older releases where 0.33 has dropped a class (registry.py
+#: _PREVIOUSLY_SUPPORTED_MODELS); names and defaults as everywhere.
+_CACHES_ONLY: dict[str, Architecture] = {
+    # Full attention in every layer, or one window for all.
+    **{
+        name: Architecture(family=family)
+        for name, family in {
+            "BailingMoeForCausalLM": "bailing_moe",
+            "BailingMoeV2ForCausalLM": "bailing_moe",
+            "DeepseekForCausalLM": "deepseek",
+            "Grok1ForCausalLM": "grok1",
+            "HYV3ForCausalLM": "hy_v3",
+            "OrionForCausalLM": "orion",
+            "SolarForCausalLM": "solar",
+            "TeleChat2ForCausalLM": "telechat2",
+        }.items()
+    },
+    **{
+        name: Architecture(family=family, mixes_windows=True)
+        for name, family in {
+            "ApertusForCausalLM": "apertus",
+            "ArceeForCausalLM": "arcee",
+            "Ministral3ForCausalLM": "ministral3",
+            "TeleChat3ForCausalLM": "telechat3",
+        }.items()
+    },
+    "DbrxForCausalLM": Architecture(
+        family="dbrx",
+        names={
+            "hidden_size": "d_model",
+            "num_attention_heads": "n_heads",
+            "num_hidden_layers": "n_layers",
+            "max_position_embeddings": "max_seq_len",
+        },
+        kv_heads=_mpt_kv_heads,
+    ),
+    # Nemotron-NAS: heads by layer, and layers without attention.
+    "DeciLMForCausalLM": Architecture(family="nemotron_nas"),
+    # Windows in some layers.
+    "AfmoeForCausalLM": Architecture(
+        family="afmoe",
+        names={"sliding_window_pattern": "global_attn_every_n_layers"},
+        defaults={"sliding_window": 1024},
+        mixes_windows=True,
+        full_every=4,
+    ),
+    "Cohere2MoeForCausalLM": Architecture(family="cohere2_moe", mixes_windows=True, window_extra=1),
+    "ExaoneMoeForCausalLM": _EXAONE4._replace(family="exaone_moe", draft_layer=("sliding_window",)),
+    "Gemma3nForCausalLM": _GEMMA3N,
+    "Gemma4ForCausalLM": _GEMMA4,
+    "Gemma4UnifiedForConditionalGeneration": _GEMMA4,
+    "Llama4ForCausalLM": _BY_CLASS["Llama4ForConditionalGeneration"],
+    "MiMoV2ForCausalLM": _BY_CLASS["MiMoV2FlashForCausalLM"],
+    "Step3p5ForCausalLM": Architecture(
+        family="step3p5", names=_STEP_NAMES, mixes_windows=True, draft_layer=("sliding_window",)
+    ),
+    # Latent attention.
+    "DeepseekV4ForCausalLM": Architecture(
+        family="deepseek_v4",
+        layout=Layout(
+            experts=Experts(
+                layers=_all_layers,
+                shared_width=_shared_by_count("n_shared_experts", 1),
+                correction="buffer",
+            )
+        ),
+        names=_ROUTED_EXPERTS,
+        defaults={"head_dim": 512, "index_head_dim": 128, "sliding_window": 128, "num_key_value_heads": 1},
+        compresses=True,
+        draft_layer=("compressed_1",),
+    ),
+    # Two attentions a layer (longcat_flash.py).
+    "LongcatFlashForCausalLM": Architecture(
+        family="longcat_flash",
+        names={"num_hidden_layers": "num_layers"},
+        every_layer=("full", "full"),
+        defaults={"num_nextn_predict_layers": 1},
+        draft_layer=("full",),
+        draft_limit=1,
+    ),
+    "MistralLarge3ForCausalLM": Architecture(family="mistral_large3"),
+    # States in some or all layers.
+    "BailingMoeV2_5ForCausalLM": Architecture(
+        family="bailing_hybrid", defaults=_BAILING_MLA, state="linear_attention", draft_layer=("full",)
+    ),
+    "BailingMoeV3ForCausalLM": Architecture(
+        family="bailing_hybrid_v3",
+        defaults=_BAILING_MLA | {"short_conv_kernel_size": 4},
+        state="kda",
+        draft_layer=("full",),
+    ),
+    "MiniMaxM1ForCausalLM": _BY_CLASS["MiniMaxText01ForCausalLM"],
+    "OlmoHybridForCausalLM": Architecture(family="olmo_hybrid", state="gated_delta_net"),
+    "Plamo2ForCausalLM": Architecture(
+        family="plamo2",
+        names={
+            "ssm_state_size": "mamba_d_state",
+            "conv_kernel": "mamba_d_conv",
+            "head_dim": "hidden_size_per_head",
+        }
+        | {"mamba_head_dim": "hidden_size_per_head"},
+        state="mamba2",
+    ),
+    "Qwen3_5ForCausalLM": _BY_CLASS["Qwen3_5ForConditionalGeneration"]._replace(layout=None),
+    "Qwen3_5MoeForCausalLM": _BY_CLASS["Qwen3_5MoeForConditionalGeneration"]._replace(layout=None),
+    # Attention in hybrid layers works on twice the hidden size (configuration_zamba2.py, zamba2.py).
+    "Zamba2ForCausalLM": Architecture(
+        family="zamba2",
+        layout=Layout(tied=True, mlp_bias=("add_bias_linear", False), every_stage_embeds=True),
+        names={
+            "head_dim": "attention_head_dim",
+            "mamba_num_heads": "n_mamba_heads",
+            "mamba_head_dim": "mamba_headdim",
+            "ssm_state_size": "mamba_d_state",
+            "n_groups": "mamba_ngroups",
+            "conv_kernel": "mamba_d_conv",
+        },
+        defaults={
+            "mamba_num_heads": 8,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "mamba_expand": 2,
+        },
+        head_dim_factor=2,
+        state="mamba2",
+    ),
+    # Encoders see all tokens at once and keep nothing.
+    **{
+        f"{name}{head}": Architecture(family=name.lower(), every_layer=())
+        for name in ("Bert", "Roberta", "XLMRoberta", "ModernBert", "NomicBert", "Gte", "GteNew")
+        for head in ("Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification")
+    },
+}
+
+#: Classes that put a vision or audio tower before a language model: towers keep nothing, so what is kept follows from
+#: the class within. None: the nested config names that class or its ``model_type``.
+_AROUND: Mapping[str, str | None] = {
+    "AriaForConditionalGeneration": "LlamaForCausalLM",
+    "AudioFlamingo3ForConditionalGeneration": "Qwen2ForCausalLM",
+    "BailingMoeV3VLForConditionalGeneration": "BailingMoeV3ForCausalLM",
+    "Cohere2VisionForConditionalGeneration": "Cohere2ForCausalLM",
+    "DeepseekOCRForCausalLM": "DeepseekV2ForCausalLM",
+    "DeepseekVLV2ForCausalLM": "DeepseekV2ForCausalLM",
+    "DotsOCRForCausalLM": "Qwen2ForCausalLM",
+    "Eagle2_5_VLForConditionalGeneration": None,
+    "Ernie4_5_VLMoeForConditionalGeneration": "Ernie4_5_MoeForCausalLM",
+    "Exaone4_5_ForConditionalGeneration": "Exaone4ForCausalLM",
+    "GLM4VForCausalLM": "ChatGLMModel",
+    "Glm4vForConditionalGeneration": "Glm4ForCausalLM",
+    "Glm4vMoeForConditionalGeneration": "Glm4MoeForCausalLM",
+    "GraniteSpeechForConditionalGeneration": "GraniteForCausalLM",
+    "H2OVLChatModel": None,
+    "Idefics3ForConditionalGeneration": None,
+    "InternS1ForConditionalGeneration": None,
+    "InternVLChatModel": None,
+    "InternVLForConditionalGeneration": None,
+    "IsaacForConditionalGeneration": "Qwen3ForCausalLM",
+    "KeyeForConditionalGeneration": "Qwen3ForCausalLM",
+    "KimiK3ForConditionalGeneration": "KimiLinearForCausalLM",
+    "KimiVLForConditionalGeneration": "DeepseekV3ForCausalLM",
+    "Lfm2VlForConditionalGeneration": "Lfm2ForCausalLM",
+    "Llama_Nemotron_Nano_VL": "LlamaForCausalLM",
+    "LlavaForConditionalGeneration": None,
+    "LlavaNextForConditionalGeneration": None,
+    "LlavaNextVideoForConditionalGeneration": None,
+    "LlavaOnevisionForConditionalGeneration": None,
+    "MiMoV2OmniForCausalLM": "MiMoV2FlashForCausalLM",
+    "MiniCPMO": "Qwen2ForCausalLM",
+    "MiniCPMV": "Qwen2ForCausalLM",
+    "NVLM_D": "Qwen2ForCausalLM",
+    "NemotronH_Nano_VL_V2": "NemotronHForCausalLM",
+    "Ovis2_5": None,
+    "PaddleOCRVLForConditionalGeneration": "Ernie4_5ForCausalLM",
+    "PaliGemmaForConditionalGeneration": None,
+    "Phi3VForCausalLM": "Phi3ForCausalLM",
+    "Phi4MMForCausalLM": "Phi3ForCausalLM",
+    "PixtralForConditionalGeneration": "MistralForCausalLM",
+    "Qwen2AudioForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniForConditionalGeneration": "Qwen2ForCausalLM",
+    "Qwen2_5OmniModel": "Qwen2ForCausalLM",
+    "Qwen3ASRForConditionalGeneration": "Qwen3ForCausalLM",
+    "Qwen3OmniMoeForConditionalGeneration": "Qwen3MoeForCausalLM",
+    "SkyworkR1VChatModel": None,
+    "SmolVLMForConditionalGeneration": None,
+    "Step3VLForConditionalGeneration": "Step3TextForCausalLM",
+    "Step3p7ForConditionalGeneration": "Step3p5ForCausalLM",
+    "UltravoxModel": None,
+    "VoxtralForConditionalGeneration": "MistralForCausalLM",
+}
+
+_NO_STATE_CACHE = "vLLM does not serve it: it has no cache for its recurrent state"
+_OTHER_POOLS = "not yet supported: its indexer pools keys and keeps the open pool in a ring of its own"
+_OTHER_KEYS = "not yet supported: the keys of its indexer are kept in a form of their own"
+#: Why a class that people ask for is refused.
+REFUSED: Mapping[str, str] = {
+    "RwkvForCausalLM": _NO_STATE_CACHE,
+    "Rwkv5ForCausalLM": _NO_STATE_CACHE,
+    "Rwkv6ForCausalLM": _NO_STATE_CACHE,
+    "RWKV7ForCausalLM": _NO_STATE_CACHE,
+    "RecurrentGemmaForCausalLM": _NO_STATE_CACHE,
+    "Glm5NextForCausalLM": _OTHER_POOLS,
+    "Glm5NextForConditionalGeneration": _OTHER_POOLS,
+    "MiniMaxM3SparseForCausalLM": _OTHER_KEYS,
+    "MiniMaxM3SparseForConditionalGeneration": _OTHER_KEYS,
+    "DeepseekV41ForCausalLM": "not yet supported: its compressed caches differ from those of DeepSeek-V4",
+    "VoxtralRealtimeGeneration": "not yet supported: its audio encoder keeps a pooled cache",
+}
+
 #: Other class names that published configs carry for the same architecture (vLLM 0.33,
 #: model_executor/models/registry.py).
 _SAME_AS = {
     "AquilaForCausalLM": "LlamaForCausalLM",
+    "AquilaModel": "LlamaForCausalLM",
     "BaiChuanForCausalLM": "BaichuanForCausalLM",
     "ChatGLMForConditionalGeneration": "ChatGLMModel",
+    "ExaoneMoEForCausalLM": "ExaoneMoeForCausalLM",
     "FalconMambaForCausalLM": "MambaForCausalLM",
     "HunYuanMoEForCausalLM": "HunYuanMoEV1ForCausalLM",
     "HunYuanV1DenseForCausalLM": "HunYuanDenseV1ForCausalLM",
     "MiniMaxForCausalLM": "MiniMaxText01ForCausalLM",
+    "IQuestCoderForCausalLM": "LlamaForCausalLM",
     "LLaMAForCausalLM": "LlamaForCausalLM",
     "MPTForCausalLM": "MptForCausalLM",
     "PhiMoEForCausalLM": "PhimoeForCausalLM",
@@ -1008,7 +1342,25 @@ _SAME_AS = {
     "StableLMEpochForCausalLM": "StableLmForCausalLM",
 }
 
+_KNOWN = _CACHES_ONLY | _BY_CLASS
+_KNOWN |= {name: _KNOWN[known] for name, known in _SAME_AS.items()}
+
 #: By the class name in ``architectures`` of a config.json.
-ARCHITECTURES: Mapping[str, Architecture] = _BY_CLASS | {
-    name: _BY_CLASS[known] for name, known in _SAME_AS.items()
+ARCHITECTURES: Mapping[str, Architecture] = _KNOWN | {
+    name: _KNOWN[within]._replace(layout=None) for name, within in _AROUND.items() if within
+}
+
+#: Classes around a language model that only the config names.
+AROUND_ANY = frozenset(name for name, within in _AROUND.items() if within is None)
+
+#: The class that a nested config means which names no class, by its ``model_type``: the first of the family that
+#: generates text.
+BY_MODEL_TYPE: Mapping[str, str] = {
+    "granitemoe": "GraniteMoeForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "kimi_k2": "DeepseekV3ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    **{known.family: name for name, known in list(_KNOWN.items())[::-1] if name.endswith("ForCausalLM")},
 }
