@@ -84,6 +84,8 @@ NAMES = (
 
 #: Why a row is known not to come out, by its name.
 REASONS: dict[str, str] = {
+    "kv0014": "a draft model of its own (DFlash2) shares the pool; its shape is not posted",
+    "kv0055": "the model's shape is not known; with 36 state layers of 64 value heads and one draft token it comes out",
     "kv0098": "the memory line is another rank's than the one with the fewest blocks (1 % apart), as its note says",
     "kv0104": "max_num_batched_tokens is not posted; 8,226 to 8,241 tokens in flight would give the printed figure",
     "kv0113": "vLLM for CPUs, whose blocks are rounded in other ways",
@@ -180,9 +182,9 @@ def judge(row: Row) -> list[Check] | str:
         )
     best: list[Check] | None = None
     fault = "no figure beside the memory"
-    for version, caching in candidates(row, model):
+    for version, caching, drafts in candidates(row, model):
         try:
-            found = predictions(row, model, version, caching)
+            found = predictions(row, model, version, caching, drafts)
         except KvplanError as error:
             fault = str(error)
             continue
@@ -213,8 +215,11 @@ def internal(row: Row) -> list[Check]:
     ]
 
 
-def candidates(row: Row, model: str) -> Iterator[tuple[str, bool | None]]:
-    """Versions and prefix caching to try: what the row says, else what it may have been."""
+def candidates(row: Row, model: str) -> Iterator[tuple[str, bool | None, int | None]]:
+    """Versions, prefix caching and drafts to try: what the row says, else what it may have been.
+
+    How many tokens a draft proposes is tried for hybrids whose model is not stated either.
+    """
     written = re.search(r"0\.(\d+)", row.version)
     versions = ["0.19", "0.24", "0.33", "0.11", "0.8"]
     if written and "V0" not in row.version:
@@ -224,18 +229,18 @@ def candidates(row: Row, model: str) -> Iterator[tuple[str, bool | None]]:
     elif "V0" in row.version or "2025-01" in row.version:
         versions = ["0.7"] if "0.7" in row.version else ["0.8"]
     stated = row.settings.get("enable_prefix_caching")
-    for version in versions:
-        yield version, stated if isinstance(stated, bool) else None
-        if not isinstance(stated, bool):
-            yield version, True
-            yield version, False
+    cachings = [stated] if isinstance(stated, bool) else [None, True, False]
+    drafts = [None, 1, 2, 3] if row.family == "linear-hybrid" and row.basis != "stated" else [None]
+    yield from itertools.product(versions, cachings, drafts)
 
 
-def predictions(row: Row, model: str, version: str, caching: bool | None) -> list[Check]:
+def predictions(row: Row, model: str, version: str, caching: bool | None, drafts: int | None) -> list[Check]:
     """Every printed figure of a row beside its prediction; raises `KvplanError` where kvplan refuses."""
     options = {**row.settings, "engine": f"vllm@{version}"}
     if caching is not None:
         options["enable_prefix_caching"] = caching
+    if drafts is not None:
+        options["num_speculative_tokens"] = drafts
     if row.max_model_len is not None:
         # Fine-tunes and flags go beyond the catalogue's maximum.
         options |= {
