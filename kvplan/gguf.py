@@ -197,7 +197,11 @@ def _read_file(path: Path) -> GgufModel:
         with path.open("rb") as file:
             return _read_header(_Header(file, path, path.stat().st_size))
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+        raise InputError(
+            f"cannot read {path}: {error.strerror}",
+            where=str(path),
+            hint="check the path and its permissions",
+        ) from None
 
 
 def _read_header(header: _Header) -> GgufModel:

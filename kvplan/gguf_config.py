@@ -8,6 +8,7 @@ differ: ``set_gguf_parameters`` of the converter's class and ``llama_model::load
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 from kvplan.core.architectures import ARCHITECTURES
 from kvplan.errors import InputError, unknown_name
@@ -145,9 +146,27 @@ _ZEROS = {
     "num_nextn_predict_layers",
     "shared_expert_intermediate_size",
 }
-#: Fields for the KV heads of full and of sliding layers where they differ: those of Gemma-4, and others.
-_HEADS = ("num_global_key_value_heads", "num_key_value_heads")
-_OWN_HEADS = {"mimo2": ("num_key_value_heads", "swa_num_key_value_heads")}
+
+
+class _Heads(NamedTuple):
+    """Fields for the heads of full and of sliding layers where they differ."""
+
+    full_heads: str
+    full_size: str
+    sliding_heads: str
+    sliding_size: str
+    sliding_value_size: str
+
+
+#: Those of Gemma-4, and others.
+_HEADS = _Heads(
+    "num_global_key_value_heads", "global_head_dim", "num_key_value_heads", "head_dim", "v_head_dim"
+)
+_OWN_HEADS = {
+    "mimo2": _Heads(
+        "num_key_value_heads", "head_dim", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"
+    )
+}
 
 #: Tensors that a converter computes; they are stored but are no parameters.
 _COMPUTED = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
@@ -193,10 +212,10 @@ def config_of(model: GgufModel, *, where: str) -> dict[str, object]:
     if name in _RULES:
         fields |= _RULES[name](keys, fields)
     _read_layers(fields, keys, _OWN_HEADS.get(name, _HEADS))
-    if _CLASSES[name] not in ARCHITECTURES and "attention" not in fields and _is_plain(fields):
+    if _CLASSES[name] not in ARCHITECTURES and ("attention" in fields or _is_plain(fields)):
         # The file tells all that is asked for, so the layout need not be known.
-        fields["attention"] = [{"kind": "full", "layers": fields.get("num_hidden_layers")}]
-    fields["parameters"] = stored_weights(model, fields).parameters
+        fields.setdefault("attention", [{"kind": "full", "layers": fields.get("num_hidden_layers")}])
+        fields["parameters"] = stored_weights(model, fields).parameters
     return fields
 
 
@@ -275,7 +294,7 @@ def _complete(fields: _Fields, keys: _Keys, model: GgufModel) -> None:
         fields["rope_scaling"] = {"rope_type": "longrope"}
 
 
-def _read_layers(fields: _Fields, keys: _Keys, heads_names: tuple[str, str]) -> None:
+def _read_layers(fields: _Fields, keys: _Keys, names: _Heads) -> None:
     """Turns lists with one value for each layer into the fields that a config has for them."""
     layers = fields.get("num_hidden_layers")
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
@@ -286,7 +305,7 @@ def _read_layers(fields: _Fields, keys: _Keys, heads_names: tuple[str, str]) -> 
     if isinstance(pattern, list):
         slides = pattern[:layers] if isinstance(layers, int) else pattern
         fields["layer_types"] = ["sliding_attention" if one else "full_attention" for one in slides]
-        _split_heads(fields, keys, slides, heads_names)
+        _split_heads(fields, keys, slides, names)
     elif isinstance(pattern, int):
         fields["sliding_window_pattern"] = pattern
     elif isinstance(kv_heads, list):
@@ -295,8 +314,8 @@ def _read_layers(fields: _Fields, keys: _Keys, heads_names: tuple[str, str]) -> 
         values = fields.get(name)
         if isinstance(values, list):
             fields[name] = max((one for one in values if isinstance(one, int)), default=0)
-        if fields.get(name) == 0:  # a model of states alone has no heads
-            del fields[name]
+        if not fields.get(name):  # a model of states alone has no heads
+            fields.pop(name, None)
     widths = fields.get("intermediate_size")
     if isinstance(widths, list) and len(used := set(widths) - {0}) == 1:
         fields["intermediate_size"] = used.pop()
@@ -304,17 +323,20 @@ def _read_layers(fields: _Fields, keys: _Keys, heads_names: tuple[str, str]) -> 
         fields.setdefault("moe_intermediate_size", fields.get("intermediate_size"))
 
 
-def _split_heads(fields: _Fields, keys: _Keys, slides: list[object], names: tuple[str, str]) -> None:
+def _split_heads(fields: _Fields, keys: _Keys, slides: list[object], names: _Heads) -> None:
     """Gemma-4 and MiMo-V2: full layers have other heads than sliding ones."""
     kv_heads = fields.get("num_key_value_heads")
     if isinstance(kv_heads, list) and len(kv_heads) == len(slides):
         full = [heads for heads, slide in zip(kv_heads, slides, strict=True) if not slide]
         sliding = [heads for heads, slide in zip(kv_heads, slides, strict=True) if slide]
         if len(set(full)) == len(set(sliding)) == 1:
-            fields |= dict(zip(names, (full[0], sliding[0]), strict=True))
-    if "attention.key_length_swa" in keys:
-        fields["global_head_dim"] = keys.get("attention.key_length")
-        fields["head_dim"] = keys["attention.key_length_swa"]
+            fields |= {names.full_heads: full[0], names.sliding_heads: sliding[0]}
+    size = keys.get("attention.key_length_swa")
+    if size is not None:
+        fields |= {names.full_size: keys.get("attention.key_length"), names.sliding_size: size}
+        value_size = keys.get("attention.value_length_swa")
+        if value_size is not None and value_size != size:
+            fields[names.sliding_value_size] = value_size
 
 
 def _attend_by_heads(fields: _Fields, kv_heads: list[object]) -> None:
@@ -519,6 +541,7 @@ _RULES: Mapping[str, Callable[[_Keys, _Fields], _Fields]] = {
     "glm-dsa": _latent,
     "llama": _llama,
     "llama4": _llama4,
+    "minicpm3": _latent,
     "mistral3": _mistral,
     "olmo2": _olmo2,
 }

@@ -228,6 +228,10 @@ _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_
 _ROPE_NOT_SCALED = {"default", "mrope", "proportional"}
 
 
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 3, 30, 10
+
+
 class Origin(NamedTuple):
     """Where the fields of a model were written, for error messages."""
 
@@ -516,15 +520,14 @@ def _number_fault(name: str, value: object) -> _Fault | None:
 def _dtype_fault(name: str, value: object) -> _Fault | None:
     if isinstance(value, str) and value.removeprefix("torch.") in _DTYPES:
         return None
-    near = difflib.get_close_matches(str(value), _DTYPES, n=2)
+    near = difflib.get_close_matches(value[:60], _DTYPES, n=2) if isinstance(value, str) else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_DTYPES)}"
     return _Fault(name, f"unknown {name} {_quoted(value)}", hint)
 
 
 def _quoted(value: object) -> str:
-    """A wrong value for a message, cut where it is long."""
-    # A list may be a million long, or nested deeper than Python can write.
-    text = value if isinstance(value, str) else reprlib.repr(value)
+    """A wrong value for a message, cut where it is long; what is nested deeply in it is left out."""
+    text = _BRIEF.repr(value) if isinstance(value, list | Mapping) else str(value)
     return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
 
 
@@ -696,7 +699,7 @@ def _is_rope_scaled(fields: Mapping[str, object]) -> bool:
         nested = [value for value in settings.values() if isinstance(value, Mapping)]
         for one in (settings, *nested):
             kind = one.get("rope_type", one.get("type"))
-            if kind is not None and kind not in _ROPE_NOT_SCALED:
+            if isinstance(kind, str) and kind not in _ROPE_NOT_SCALED:
                 return True
     return False
 

@@ -13,18 +13,20 @@ import math
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
 
 from kvplan.errors import InputError
 
 INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+_PART = re.compile(r"(.*)-\d{5}-of-(\d{5})\.safetensors\Z", re.DOTALL)
 
 #: Below the format's own limit of 100 MB (safetensors/src/tensor.rs, MAX_HEADER_SIZE), since parsed JSON takes ten
 #: times as much memory: 100,000 tensors in one file need 15 MB, and an index of as many 10 MB.
 _MAX_HEADER_BYTES = 50_000_000
-_MAX_INDEX_BYTES = 50_000_000
+MAX_INDEX_BYTES = 50_000_000
 #: An entry has three brackets and at least this many bytes for each. More brackets are no header, and empty lists
 #: would take twenty times their text.
 _BYTES_PER_BRACKET = 8
@@ -97,16 +99,23 @@ class Tensor(NamedTuple):
     stored_bytes: int
 
 
-def read_stored_weights(folder: Path, *, draft_layers: range = range(0)) -> StoredWeights | None:
+def read_stored_weights(
+    folder: Path, *, draft_layers: range = range(0), may_lack_files: bool = False
+) -> StoredWeights | None:
     """Totals over a model folder's ``*.safetensors``; None where there are none.
 
     Only headers are read. ``draft_layers`` are the numbers of layers that only draft tokens, such as the 62nd of
-    DeepSeek-V3. Raises `InputError` naming the file that is wrong.
+    DeepSeek-V3. A folder that lacks some of the files is refused, or counts as one without any where it
+    ``may_lack_files``. Raises `InputError` naming the file that is wrong.
     """
+    try:
+        files = _weight_files(folder)
+    except _MissingFileError:
+        if not may_lack_files:
+            raise
+        return None
     return total_weights(
-        ((file.name, read_header(file)) for file in _weight_files(folder)),
-        where=str(folder),
-        draft_layers=draft_layers,
+        ((file.name, read_header(file)) for file in files), where=str(folder), draft_layers=draft_layers
     )
 
 
@@ -147,17 +156,26 @@ def _layer(name: str) -> int:
 def read_header(path: Path) -> list[Tensor]:
     """The tensors of one file. Raises `InputError` if it is no whole safetensors file."""
     try:
-        file_bytes = path.stat().st_size
         with path.open("rb") as file:
-            prefix = file.read(8)
-            if len(prefix) < 8:
-                raise _broken(path, f"the file has {file_bytes} bytes, too few for a header")
-            (header_bytes,) = struct.unpack("<Q", prefix)
-            if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
-                raise _broken(path, f"its header claims {header_bytes} bytes of the file's {file_bytes}")
-            text = file.read(header_bytes)
+
+            def read(start: int, count: int) -> bytes:
+                file.seek(start)
+                return file.read(count)
+
+            return header_tensors(path, path.stat().st_size, read)
     except OSError as error:
-        raise InputError(f"cannot read {path}: {error.strerror}", where=str(path)) from None
+        raise _unreadable(path, error) from None
+
+
+def header_tensors(path: Path, file_bytes: int, read: Callable[[int, int], bytes]) -> list[Tensor]:
+    """The tensors of a file of which ``read(start, count)`` gives some bytes; ``path`` names it in errors."""
+    prefix = read(0, 8)
+    if len(prefix) < 8:
+        raise _broken(path, f"the file has {file_bytes} bytes, too few for a header")
+    (header_bytes,) = struct.unpack("<Q", prefix)
+    if header_bytes > min(_MAX_HEADER_BYTES, file_bytes - 8):
+        raise _broken(path, f"its header claims {header_bytes} bytes of the file's {file_bytes}")
+    text = read(8, header_bytes)
     if _BYTES_PER_BRACKET * (text.count(b"[") + text.count(b"{")) > header_bytes + 100:
         raise _broken(path, "its header holds other things than tensors")
     header = _parse_json(text, path)
@@ -182,6 +200,12 @@ def _weight_files(folder: Path) -> Sequence[Path]:
     if index.is_file():
         return _indexed_files(index)
     files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
+    # All parts must be there: half of a model would pass for a whole one.
+    for start, count in sorted({match.groups() for file in files if (match := _PART.match(file.name))}):
+        for number in range(1, int(count) + 1):
+            name = f"{start}-{number:05}-of-{count}.safetensors"
+            if not (folder / name).is_file():
+                raise _MissingFileError(folder, name)
     # Mistral's repositories hold the weights a second time in their own format, which is ignored by
     # vLLM unless it is asked for (model_executor/model_loader/default_loader.py).
     others = [file for file in files if not file.name.startswith("consolidated")]
@@ -190,16 +214,25 @@ def _weight_files(folder: Path) -> Sequence[Path]:
 
 def _indexed_files(index: Path) -> Sequence[Path]:
     try:
-        if index.stat().st_size > _MAX_INDEX_BYTES:
+        if index.stat().st_size > MAX_INDEX_BYTES:
             raise _broken(index, "it is larger than any index")
         text = index.read_bytes()
     except OSError as error:
-        raise InputError(f"cannot read {index}: {error.strerror}", where=str(index)) from None
+        raise _unreadable(index, error) from None
+    names = files_of_index(text, index)
+    for name in names:
+        if not (index.parent / name).is_file():
+            raise _MissingFileError(index, name)
+    return [index.parent / name for name in names]
+
+
+def files_of_index(text: bytes, index: Path) -> list[str]:
+    """The names of the files that an index lists, in order; ``index`` names it in errors."""
     weight_map = _parse_json(text, index).get("weight_map")
     if not isinstance(weight_map, dict):
         raise _broken(index, "it has no weight_map")
-    names = sorted({str(name) for name in weight_map.values()})
-    for name in names:
+    names = set(weight_map.values()) if all(isinstance(one, str) for one in weight_map.values()) else {""}
+    for name in sorted(names):
         # The name alone is judged: in the Hugging Face cache the files themselves are links elsewhere.
         if name != Path(name).name or "\\" in name or name in ("", ".", ".."):
             raise InputError(
@@ -207,13 +240,18 @@ def _indexed_files(index: Path) -> Sequence[Path]:
                 where=str(index),
                 hint="an index names files beside it",
             )
-        if not (index.parent / name).is_file():
-            raise InputError(
-                f'the index names "{name[:60]}", which is missing',
-                where=str(index),
-                hint="download the model again, or remove the weight files to size from config.json alone",
-            )
-    return [index.parent / name for name in names]
+    return sorted(names)
+
+
+class _MissingFileError(InputError):
+    """One of a model's files is missing."""
+
+    def __init__(self, place: Path, name: str) -> None:
+        super().__init__(
+            f'"{name[:60]}" is missing, one of the model\'s files',
+            where=str(place),
+            hint="download the model again, or remove the weight files to size from config.json alone",
+        )
 
 
 def _parse_json(text: bytes, path: Path) -> dict[str, object]:
@@ -273,6 +311,12 @@ def _cut(value: object) -> str:
         items = ["..." if isinstance(item, list | dict) else str(item)[:20] for item in value[:8]]
         return f"[{', '.join(items + ['...'] * (len(value) > 8))}]"
     return "an object" if isinstance(value, dict) else str(value)[:60]
+
+
+def _unreadable(path: Path, error: OSError) -> InputError:
+    return InputError(
+        f"cannot read {path}: {error.strerror}", where=str(path), hint="check the path and its permissions"
+    )
 
 
 def _broken(path: Path, why: str) -> InputError:

@@ -62,7 +62,7 @@ HOMES = {
     "matplotlib": ["kvplan.plots"],
     "numpy": ["kvplan.kernels."],
     "cupy": ["kvplan.kernels."],
-    "huggingface_hub": [],
+    "huggingface_hub": ["kvplan.hub"],
     "msgspec": [],
 }
 
@@ -191,6 +191,7 @@ OUTER = {
     "kvplan.units": ["kvplan.errors"],
     "kvplan.safe_yaml": ["kvplan.errors"],
     "kvplan.safetensors": ["kvplan.errors"],
+    "kvplan.hub": ["kvplan.errors", "kvplan.safetensors"],
     "kvplan.gguf": ["kvplan.errors"],
     "kvplan.gguf_config": ["kvplan.errors", "kvplan.gguf", "kvplan.safetensors"],
     "kvplan.catalogue": ["kvplan.errors", "kvplan.safe_yaml"],
@@ -201,6 +202,7 @@ OUTER = {
         "kvplan.gguf",
         "kvplan.gguf_config",
         "kvplan.hf_config",
+        "kvplan.hub",
         "kvplan.safe_yaml",
         "kvplan.safetensors",
     ],

@@ -11,7 +11,8 @@ import pytest
 from model_files import ARRAY, BOOL, I32, Tensor, write_gguf
 
 from kvplan.config import load_model
-from kvplan.core.model import FullAttention, ModelSpec
+from kvplan.core.kv_cache import FullAttention, GatedDeltaNet, Mamba1State, Mamba2State, ShortConv
+from kvplan.core.model import ModelSpec
 from kvplan.errors import InputError
 from kvplan.gguf import read_gguf
 from kvplan.gguf_config import config_of, stored_weights
@@ -144,6 +145,8 @@ def mimo2(c: Config) -> dict[str, object]:
         "attention__sliding_window_pattern": (ARRAY, BOOL, slides),
         "attention__head_count_kv": (ARRAY, I32, [sliding if slide else full for slide in slides]),
         "attention__value_length": c["v_head_dim"],
+        "attention__key_length_swa": c["swa_head_dim"],
+        "attention__value_length_swa": c["swa_v_head_dim"],
     }
 
 
@@ -183,7 +186,11 @@ def test_a_converted_model_is_the_model_of_its_config(
 
     def shape(spec: ModelSpec) -> list[object]:
         return [
-            spec.attention,
+            # A file does not say what the recurrent part of a state is kept in.
+            [
+                (item.layer, item.cache.kind, item.cache._asdict() | {"ssm_dtype": None})
+                for item in spec.layers
+            ],
             spec.num_layers,
             spec.hidden_size,
             spec.num_heads,
@@ -195,6 +202,95 @@ def test_a_converted_model_is_the_model_of_its_config(
         ]
 
     assert shape(converted) == shape(original)
+
+
+SMALL = {
+    "num_hidden_layers": 4,
+    "hidden_size": 1024,
+    "max_position_embeddings": 4096,
+    "intermediate_size": 2048,
+    "num_attention_heads": 16,
+    "vocab_size": 100,
+}
+MAMBA2 = {"ssm__conv_kernel": 4, "ssm__inner_size": 2048, "ssm__state_size": 128, "ssm__time_step_rank": 32}
+STATE2 = Mamba2State(num_heads=32, head_dim=64, state_size=128, num_groups=8, conv_kernel=4)
+EIGHT = FullAttention(num_kv_heads=8, head_dim=64)
+
+
+@pytest.mark.parametrize(
+    ("arch", "keys", "caches"),
+    [
+        (
+            "jamba",
+            {
+                "attention__head_count_kv": [0, 0, 8, 0],
+                **{"ssm__conv_kernel": 4, "ssm__inner_size": 2048, "ssm__state_size": 16},
+                "ssm__time_step_rank": 64,
+            },
+            [(Mamba1State(intermediate_size=2048, state_size=16, conv_kernel=4), 3), (EIGHT, 1)],
+        ),
+        (
+            "granitehybrid",
+            {"attention__head_count_kv": [0, 8, 0, 0], **MAMBA2, "ssm__group_count": 8},
+            [(STATE2, 3), (EIGHT, 1)],
+        ),
+        (
+            "falcon-h1",
+            {"attention__head_count_kv": 8, **MAMBA2, "ssm__group_count": 8},
+            [(EIGHT, 4), (STATE2, 4)],
+        ),
+        (
+            "nemotron_h",
+            {
+                "attention__head_count_kv": [0, 0, 8, 0],
+                "feed_forward_length": [0, 2048, 0, 0],
+                **MAMBA2,
+                "ssm__group_count": 8,
+            },
+            [(STATE2._replace(ssm_dtype="float32"), 2), (EIGHT, 1)],
+        ),
+        (
+            "mamba",
+            {
+                **{"attention__head_count": 0, "feed_forward_length": 0, "ssm__conv_kernel": 4},
+                **{"ssm__inner_size": 2048, "ssm__state_size": 16, "ssm__time_step_rank": 64},
+            },
+            [(Mamba1State(intermediate_size=2048, state_size=16, conv_kernel=4), 4)],
+        ),
+        (
+            "mamba2",
+            {"attention__head_count": 0, "feed_forward_length": 0, **MAMBA2, "ssm__group_count": 8},
+            [(STATE2, 4)],
+        ),
+        (
+            "lfm2",
+            {"attention__head_count_kv": [0, 8, 0, 8], "shortconv__l_cache": 3},
+            [(ShortConv(1024, 3), 2), (EIGHT, 2)],
+        ),
+        (
+            "qwen3next",
+            {"attention__head_count_kv": 8, "ssm__group_count": 16, **MAMBA2},
+            [
+                (
+                    GatedDeltaNet(
+                        num_key_heads=16,
+                        key_head_dim=128,
+                        num_value_heads=32,
+                        value_head_dim=64,
+                        conv_kernel=4,
+                    ),
+                    3,
+                ),
+                (EIGHT, 1),
+            ],
+        ),
+    ],
+)
+def test_layers_with_states_are_told_from_the_keys(
+    tmp_path: Path, arch: str, keys: dict[str, object], caches: list[object]
+) -> None:
+    path = write_gguf(tmp_path / "m.gguf", keys_of(arch, SMALL, **keys), ONE)
+    assert load_model(str(path)).attention == tuple(caches)
 
 
 def llama_tensors(config: Config, kind: str) -> list[Tensor]:
@@ -231,7 +327,7 @@ def test_parameters_and_bytes_of_llama_3_1_8b(tmp_path: Path) -> None:
     metadata = keys_of("llama", LLAMA_8B) | {"general.file_type": 2}
     path = write_gguf(tmp_path / "llama.gguf", metadata, llama_tensors(LLAMA_8B, "Q4_0"))
     model = load_model(str(path))
-    assert model.attention == (FullAttention(layers=32, num_kv_heads=8, head_dim=128),)
+    assert model.attention == ((FullAttention(num_kv_heads=8, head_dim=128), 32),)
     # As Hugging Face counts the model; the frequencies of the rotary embedding are no parameters.
     assert model.weights.parameters == 8_030_261_248
     table = 4096 * 128256
@@ -252,7 +348,7 @@ def test_the_vocabulary_is_counted_from_the_tokens(tmp_path: Path) -> None:
 def test_heads_by_layer_are_counted_apart(tmp_path: Path) -> None:
     metadata = keys_of("deci", LLAMA_8B | {"num_hidden_layers": 5}, attention__head_count_kv=[8, 4, 0, 8, 8])
     model = load_model(str(write_gguf(tmp_path / "m.gguf", metadata, ONE)))
-    assert model.attention == (FullAttention(3, 8, 128), FullAttention(1, 4, 128))
+    assert model.attention == ((FullAttention(8, 128), 3), (FullAttention(4, 128), 1))
     assert model.num_kv_heads == 8
 
 

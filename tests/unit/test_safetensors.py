@@ -196,7 +196,10 @@ def test_an_index_must_not_point_outside_its_folder(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"weight_map": {"a": "gone.safetensors"}}', 'the index names "gone.safetensors", which is missing'),
+        (
+            '{"weight_map": {"a": "gone.safetensors"}}',
+            '"gone.safetensors" is missing, one of the model.s files',
+        ),
         ("{}", "it has no weight_map"),
         ("[]", "it holds no JSON object"),
         ("{", "it is no JSON"),
@@ -213,7 +216,7 @@ def test_a_pipe_or_a_folder_is_no_weight_file(tmp_path: Path) -> None:
     (tmp_path / "b.safetensors").mkdir()
     assert read_stored_weights(tmp_path) is None
     (tmp_path / INDEX_NAME).write_text('{"weight_map": {"x": "a.safetensors"}}')
-    with pytest.raises(InputError, match=r'the index names "a\.safetensors", which is missing'):
+    with pytest.raises(InputError, match=r'"a\.safetensors" is missing'):
         read_stored_weights(tmp_path)
 
 
@@ -246,3 +249,12 @@ def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
     stored = read_stored_weights(tmp_path)
     assert stored is not None
     assert (stored.parameters, stored.stored_bytes) == (300_000, 600_000)
+
+
+def test_all_parts_of_a_model_must_be_there(tmp_path: Path) -> None:
+    write(tmp_path / "model-00002-of-00003.safetensors", tensors(a=("F16", [2])))
+    write(tmp_path / "model-00003-of-00003.safetensors", tensors(b=("F16", [2])))
+    with pytest.raises(InputError, match=r'"model-00001-of-00003\.safetensors" is missing') as caught:
+        read_stored_weights(tmp_path)
+    assert caught.value.where == str(tmp_path)
+    assert read_stored_weights(tmp_path, may_lack_files=True) is None
