@@ -247,7 +247,7 @@ EIGHT = FullAttention(num_kv_heads=8, head_dim=64)
                 **MAMBA2,
                 "ssm__group_count": 8,
             },
-            [(STATE2, 2), (EIGHT, 1)],
+            [(STATE2._replace(ssm_dtype="float32"), 2), (EIGHT, 1)],
         ),
         (
             "mamba",
