@@ -253,7 +253,8 @@ def predictions(row: Row, model: str, version: str, caching: bool | None, drafts
     found: list[Check] = []
     if row.kv_gib is not None:
         a, b = low.capacity, high.capacity
-        assert a is not None and b is not None
+        assert a is not None
+        assert b is not None
         pairs = (
             ("tokens", row.tokens, a.kv_cache_tokens, b.kv_cache_tokens),
             ("blocks", row.blocks, a.num_gpu_blocks, b.num_gpu_blocks),
@@ -268,7 +269,7 @@ def predictions(row: Row, model: str, version: str, caching: bool | None, drafts
 
 
 def plan(model: str, options: dict[str, object], kv_bytes: int) -> SizeResult:
-    """kvplan's own figures for a memory."""
+    """The figures of kvplan for a memory."""
     return size(model, kv_cache_memory_bytes=kv_bytes, **options)
 
 

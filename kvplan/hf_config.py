@@ -219,7 +219,13 @@ _TEXTS = {
 #: a window pattern may be a word, the size of a state's heads "auto", the last layer with experts -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
 _WORDS_TOO = _PATTERNS | {"index_topk_pattern", "mamba_head_dim"}
-_OTHERS = {"intermediate_size", "moe_layer_end_index", "moe_layer_freq", "parameters", "index_topk_pattern"} | _PATTERNS
+_OTHERS = {
+    "intermediate_size",
+    "moe_layer_end_index",
+    "moe_layer_freq",
+    "parameters",
+    "index_topk_pattern",
+} | _PATTERNS
 _OTHERS |= {"use_bidirectional_attention"}
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)

@@ -406,6 +406,8 @@ def _kv_dtype(
     chosen, why = asked, ""
     if asked == "auto" and spec.kv_cache_dtype is not None:
         chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
+    elif asked == "auto" and rules.latent_is_fp8(spec.architecture, capability):
+        chosen, why = "fp8_e4m3", "the default of this model on this GPU"
     if any(isinstance(item.cache, CompressedLatent) for item in spec.layers):
         if asked in ("auto", "fp8", "fp8_e4m3"):
             chosen, why = "fp8_ds_mla", "the form of compressed latents"

@@ -466,10 +466,10 @@ class Mamba2State(NamedTuple):
     def page_bytes(self, block_size: int, form: CacheFormat) -> int:
         """Channels and groups / ranks x (kernel - 1 + drafts); heads / ranks x head size x state size.
 
-        Groups that the ranks do not divide are repeated up to one for each rank.
+        A single group is repeated on each rank; others the ranks must divide (mamba_mixer2.py).
         """
         ranks = form.tensor_parallel_size
-        groups = self.num_groups if self.num_groups % ranks == 0 else ranks
+        groups = ranks if self.num_groups == 1 else _divided(self.num_groups, form, "Mamba groups") * ranks
         channels = self.num_heads * self.head_dim + 2 * groups * self.state_size
         conv = _divided(channels, form, "Mamba channels") * _conv_columns(self.conv_kernel, form)
         state = _divided(self.num_heads, form, "Mamba heads") * self.head_dim * self.state_size
@@ -535,7 +535,14 @@ class KimiDelta(NamedTuple):
         channels = self.num_heads * self.head_dim + 2 * self.num_key_heads * self.key_head_dim
         conv = _divided(channels, form, "delta attention channels") * _conv_columns(self.conv_kernel, form)
         state = _divided(self.num_heads, form, "delta attention heads") * self.head_dim**2
-        return conv * _conv_bytes(form) + state * DTYPE_BYTES[form.mamba_ssm_cache_dtype or "float32"]
+        dtype = form.mamba_ssm_cache_dtype or "float32"
+        if dtype == "float16":
+            raise InputError(
+                "Kimi delta attention keeps its state in float32 or bfloat16",
+                where="--mamba-ssm-cache-dtype",
+                hint="use one of them, or auto",
+            )
+        return conv * _conv_bytes(form) + state * DTYPE_BYTES[dtype]
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """As many states as the engine keeps of a sequence."""
@@ -582,8 +589,8 @@ class ShortConv(NamedTuple):
         return "short_conv"
 
     def page_bytes(self, block_size: int, form: CacheFormat) -> int:
-        """Channels / ranks x (kernel - 1 + drafts)."""
-        columns = _conv_columns(self.conv_kernel, form)
+        """Channels / ranks x (kernel - 1); drafts add nothing (model_executor/models/lfm2.py)."""
+        columns = self.conv_kernel - 1
         return _divided(self.channels, form, "convolution channels") * columns * _conv_bytes(form)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:

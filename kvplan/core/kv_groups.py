@@ -148,6 +148,26 @@ def bytes_per_block(groups: Sequence[PageGroup], layers: Collection[int] | None 
     return max((group.bytes_per_block(layers) for group in groups), default=0)
 
 
+def is_packed(groups: Sequence[PageGroup]) -> bool:
+    """Whether pages of several sizes stand side by side in a block (DeepSeek-V4)."""
+    return any(isinstance(page.cache, LatentWindow) for group in groups for page in group.pages)
+
+
+def padded_bytes_per_block(groups: Sequence[PageGroup], layers: Collection[int] | None = None) -> int:
+    """Bytes of a block with room for each size of a compressed page as often as any group has pages of one size."""
+    sizes: set[int] = set()
+    most = 0
+    for group in groups:
+        counts: dict[int, int] = {}
+        for page in group.pages:
+            if layers is None or page.layer in layers:
+                counts[page.page_bytes] = counts.get(page.page_bytes, 0) + 1
+                if isinstance(page.cache, WHOLE):
+                    sizes.add(page.page_bytes)
+        most = max([most, *counts.values()])
+    return most * sum(sizes)
+
+
 def blocks_per_sequence(groups: Sequence[PageGroup], need: Reservation, form: CacheFormat) -> int:
     """Blocks that one sequence takes from the pool at most: every group takes its own."""
     return sum(group.blocks(need, form) for group in groups)

@@ -28,7 +28,9 @@ from kvplan.core.kv_groups import (
     bytes_per_block,
     form_groups,
     hybrid_block_size,
+    is_packed,
     make_pages,
+    padded_bytes_per_block,
 )
 from kvplan.core.model import ModelSpec
 from kvplan.core.vllm_rules import StateMode, vllm_rules
@@ -104,9 +106,14 @@ class VllmPool:
         self.block_size = hybrid_block_size(
             layers, deployment.cache, deployment.block_size, multiples=(multiple, alignment)
         )
-        local = any(isinstance(cache, ChunkedLocal) for cache in caches)
         self._check(caches)
-        rules = self.rules.group_rules(hybrid_manager=deployment.hybrid_kv_cache_manager and not local)
+        rules = self.rules.group_rules(
+            hybrid_manager=deployment.hybrid_kv_cache_manager
+            and not (
+                any(isinstance(cache, ChunkedLocal) for cache in caches)
+                and self.rules.chunked_keep_all_tokens(drafts=bool(deployment.drafts))
+            )
+        )
         self.page_groups: tuple[PageGroup, ...] = form_groups(
             make_pages(layers, self._form, self.block_size), self._form, rules
         )
@@ -148,9 +155,12 @@ class VllmPool:
 
     def bytes_per_block(self, stage: Stage | None = None) -> int:
         """Bytes of one block: of the widest group, in all layers or in those of a stage."""
-        if stage is None:
-            return bytes_per_block(self.page_groups)
-        layers = {page.layer for group in self.page_groups for page in group.pages if stage.holds(page.layer)}
+        layers: set[int] | None = None
+        if stage is not None:
+            pages = (page for group in self.page_groups for page in group.pages)
+            layers = {page.layer for page in pages if stage.holds(page.layer)}
+        if self.rules.pads_packed_groups and is_packed(self.page_groups):
+            return padded_bytes_per_block(self.page_groups, layers)
         return bytes_per_block(self.page_groups, layers)
 
     def blocks(self, length: int) -> int:

@@ -90,6 +90,18 @@ class VllmRules(NamedTuple):
             pads_pages=self.number >= (0, 24),
         )
 
+    @property
+    def pads_packed_groups(self) -> bool:
+        """Whether groups of DeepSeek-V4 get room for each size of page as often as any group has one.
+
+        v1/core/kv_cache_utils.py of 0.21 to 0.26; 0.33 takes the widest group.
+        """
+        return self.number < (0, 33)
+
+    def chunked_keep_all_tokens(self, *, drafts: bool) -> bool:
+        """Whether layers local to a chunk keep all tokens: before 0.19, later beside drafts (config/vllm.py)."""
+        return self.number < (0, 19) or drafts
+
     def tokens_in_flight(
         self,
         max_num_batched_tokens: int,
@@ -188,6 +200,14 @@ class VllmRules(NamedTuple):
         if generation == "10":
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
+
+    def latent_is_fp8(self, architecture: str, compute_capability: str | None) -> bool:
+        """Whether a model's latents are fp8 by default: GLM-5 on Blackwell of the datacentre (models/config.py)."""
+        return (
+            architecture == "GlmMoeDsaForCausalLM"
+            and self.number >= (0, 33)
+            and (compute_capability or "").startswith("10.")
+        )
 
     def sparse_latent_dtype(self, kv_cache_dtype: str, compute_capability: str | None) -> str:
         """The form of the cache that sparse latent attention makes of a dtype (model_executor/layers/attention)."""
