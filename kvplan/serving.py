@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,6 +23,7 @@ from kvplan.core.kv_cache import (
     LayerCache,
     SparseIndexer,
 )
+from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
 from kvplan.core.pool import VllmPool
@@ -86,6 +87,9 @@ def serve(
     options: ServingOptions = resolver.options
     engine = resolver.note_engine()
     warnings: list[str] = []
+    if options.quantization is not None:
+        method = resolver.choose("quantization", "", "default")
+        spec = replace(spec, weights=spec.weights.quantized_by(method))
     deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
@@ -181,7 +185,7 @@ def _deployment(
     ranks = _ranks(resolver, gpu_count, default)
     check_tensor_parallel(spec, ranks.tensor)
     context = _decode_context(spec, resolver, ranks.tensor, default)
-    drafts = _drafts(spec, resolver)
+    drafts = _drafts(spec, resolver, ranks.tensor)
     dtype = _dtype(spec, resolver, default)
     capability = gpu.compute_capability if gpu else None
     kv_dtype = _kv_dtype(spec, resolver, dtype, rules, capability)
@@ -221,6 +225,7 @@ def _deployment(
         speculative_method=drafts.method,
         drafts=drafts.layers,
         draft_weights_bytes=drafts.weights_bytes,
+        lora=_lora(resolver, default),
         compute_capability=capability,
         margin=resolver.choose("margin", "mid", "default"),
         kv_cache_memory_bytes=_given_size(resolver, "kv_cache_memory_bytes"),
@@ -287,7 +292,7 @@ class _Drafts(NamedTuple):
     weights_bytes: int = 0
 
 
-def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
+def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
     """What speculative decoding adds: the model's own layers for multi-token prediction, or a draft model's."""
     options: ServingOptions = resolver.options
     if options.num_speculative_tokens is None:
@@ -332,14 +337,27 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
     resolver.choose("speculative_model", draft, "default")
     model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
-    weights = model.weights.total_bytes(model.dtype)
+    weights = model.weights.per_gpu_bytes(model.dtype, tensor, model.num_kv_heads)
     if weights is None:
         raise InputError(
-            "the size of the draft's weights is not known",
+            f"the size of the draft's weights is not known: {model.weights.why_unknown}",
             where=f"model {model.name}",
             hint="give a folder with its *.safetensors files",
         )
     return _Drafts(tokens, method, layers, weights)
+
+
+def _lora(resolver: Resolver[Any], default: str) -> LoraSlots | None:
+    """Slots for LoRA adapters, if there are any."""
+    options: ServingOptions = resolver.options
+    if not resolver.choose("enable_lora", False, default):
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} has no effect", where=flag(name), hint="add --enable-lora, or leave it out"
+                )
+        return None
+    return LoraSlots(resolver.choose("max_loras", 1, default), resolver.choose("max_lora_rank", 16, default))
 
 
 def choose_batch_limits(

@@ -112,7 +112,8 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
         )
         lines.append(
             f"available for KV = ceil(memory x {deployment.gpu_memory_utilization}) - weights "
-            f"{rank.weights_bytes:,} - overhead {overhead.total(deployment.margin):,} = "
+            f"{rank.weights_bytes:,} - rotary tables and LoRA slots {rank.extra_bytes:,} - overhead "
+            f"{overhead.total(deployment.margin):,} = "
             f"{capacity.available_kv_bytes:,} [{_BUDGET}]"
         )
     null = ", one of them the null block" if plan.pool.null_blocks else ""
