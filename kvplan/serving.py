@@ -23,10 +23,10 @@ from kvplan.core.kv_cache import (
     LayerCache,
     SparseIndexer,
 )
+from kvplan.core.kv_pool import VllmPool
 from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
-from kvplan.core.pool import VllmPool
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -281,6 +281,13 @@ def _decode_context(spec: ModelSpec, resolver: Resolver[Any], tensor: int, defau
                 f"{tensor} ranks",
                 where=where,
                 hint=f"use at most {most}" if most > 1 else "leave it out, or use more tensor parallel ranks",
+            )
+        if spec.num_heads // spec.num_kv_heads % size:
+            raise InputError(
+                f"decode context parallel size {size} does not divide the "
+                f"{spec.num_heads // spec.num_kv_heads} attention heads of each KV head",
+                where=where,
+                hint="use a divisor",
             )
     return size
 

@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 
 from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
 from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
+from kvplan.core.kv_pool import Pool
 from kvplan.core.lora import lora_bytes
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.pool import Pool
 from kvplan.core.weights import Ranks
 from kvplan.core.weights import Stage as WeightStage
 from kvplan.errors import InputError

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from kvplan.core.kv_cache import HEADS, STATES, LatentAttention
 from kvplan.core.kv_groups import GroupRules
 from kvplan.errors import InputError
 
@@ -56,11 +57,6 @@ class VllmRules(NamedTuple):
         return self.number >= (0, 33)
 
     @property
-    def override_is_memory(self) -> bool:
-        """Whether ``num_gpu_blocks_override`` counts before the fit check and for the automatic length."""
-        return self.number >= (0, 21)
-
-    @property
     def token_line(self) -> TokenLine:
         """What the line "GPU KV cache size" says."""
         if self.number >= (0, 21):
@@ -83,20 +79,27 @@ class VllmRules(NamedTuple):
         return self.number < (0, 33)
 
     def group_rules(self, *, hybrid_manager: bool) -> GroupRules:
-        """How layers are grouped. Before 0.11 there is one block table for all."""
+        """How layers are grouped (v1/core/kv_cache_utils.py; kv_cache_planning.py in 0.33).
+
+        Before 0.11 there is one block table for all; until 0.18 pages must be equal; until 0.23 they only grow by
+        whole blocks. Latents were padded too until 0.33, which then lets windows beside them keep all tokens;
+        states are since 0.26.
+        """
+        padded: tuple[type, ...] = ()
+        if self.number >= (0, 24):
+            padded = (*HEADS, LatentAttention) if self.number < (0, 33) else HEADS
+        if self.number >= (0, 26):
+            padded = (*padded, *STATES)
         return GroupRules(
             uneven=Fraction(3, 2) if self.number >= (0, 19) else None,
             hybrid_manager=hybrid_manager and self.number >= (0, 11),
-            pads_pages=self.number >= (0, 24),
+            scales_blocks=self.number >= (0, 19),
+            padded_kinds=padded,
+            falls_back=self.number >= (0, 33),
+            mixed_states=self.number < (0, 33),
+            divides_widths=not (0, 11) <= self.number < (0, 19),
+            packing="widest" if self.number >= (0, 33) else "slots" if self.number >= (0, 24) else "tuples",
         )
-
-    @property
-    def pads_packed_groups(self) -> bool:
-        """Whether groups of DeepSeek-V4 get room for each size of page as often as any group has one.
-
-        v1/core/kv_cache_utils.py of 0.21 to 0.26; 0.33 takes the widest group.
-        """
-        return self.number < (0, 33)
 
     def chunked_keep_all_tokens(self, *, drafts: bool) -> bool:
         """Whether layers local to a chunk keep all tokens: before 0.19, later beside drafts (config/vllm.py)."""
@@ -160,15 +163,22 @@ class VllmRules(NamedTuple):
             return num_speculative_tokens if self.number >= (0, 24) else 0
         return (2 if mode == "align" else 1) + num_speculative_tokens
 
-    def state_block_multiple(self, mode: StateMode, *, has_latent: bool, chunk_size: int) -> int:
-        """What the block size of a model with states is a multiple of, beside its own (platforms/interface.py)."""
-        if mode == "all":
-            return chunk_size
-        if not has_latent or self.number < (0, 19):
-            return 16
-        if self.number < (0, 21):
-            return 64
-        return 128 if self.number >= (0, 33) else 16
+    def state_block_multiple(
+        self, mode: StateMode, block_size: int, *, has_latent: bool, chunk_size: int, checkpoint_tokens: int
+    ) -> int:
+        """What the block size of a model with states is a multiple of.
+
+        platforms/interface.py ``_align_hybrid_block_size`` since 0.21: of the kernel's smallest block, or of
+        ``block_size`` where that is larger; model_executor/models/config.py before: of 16, or 64 for latents. Also
+        of what a state's kernel works on at once (mode "all") and of the tokens between checkpoints.
+        """
+        kernel = 16
+        if has_latent and self.number >= (0, 33):
+            kernel = 128
+        elif has_latent and (0, 19) <= self.number < (0, 21):
+            kernel = 64
+        multiple = max(kernel, block_size) if self.number >= (0, 21) else kernel
+        return math.lcm(multiple, chunk_size if mode == "all" else 1, checkpoint_tokens)
 
     def checkpoints(
         self, mode: StateMode, kinds: Collection[str], compute_capability: str | None
