@@ -19,6 +19,7 @@ from kvplan.core.kv_cache import (
     STATES,
     CacheFormat,
     CompressedLatent,
+    CrossAttention,
     LatentAttention,
     LayerCache,
     SparseIndexer,
@@ -172,6 +173,7 @@ def _deployment(
     length = _max_model_len(spec, resolver, warnings)
     batch, seqs = choose_batch_limits(
         resolver,
+        rules,
         rules.batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
         length,
         f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
@@ -205,13 +207,13 @@ def _deployment(
             mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype"),
             mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype"),
             latent_row_multiple=rules.latent_row_multiple,
-            encoder_tokens=batch,
+            encoder_tokens=rules.encoder_tokens(batch, _encoder_length(spec)),
         ),
         engine=engine.name,
         version=engine.version,
         pipeline_parallel_size=ranks.pipeline,
         data_parallel_size=ranks.data,
-        enable_expert_parallel=resolver.choose("enable_expert_parallel", False, default),
+        enable_expert_parallel=_expert_parallel(spec, resolver, default),
         block_size=_block_size(spec, resolver, rules, kv_dtype, capability, default),
         gpu_memory_utilization=resolver.choose(
             "gpu_memory_utilization", rules.gpu_memory_utilization, default
@@ -220,7 +222,7 @@ def _deployment(
         max_num_batched_tokens=batch,
         enforce_eager=resolver.choose("enforce_eager", False, default),
         enable_prefix_caching=resolver.choose("enable_prefix_caching", caching, default),
-        async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling, default),
+        async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling(drafts.method), default),
         hybrid_kv_cache_manager=not resolver.choose("disable_hybrid_kv_cache_manager", False, default),
         speculative_method=drafts.method,
         drafts=drafts.layers,
@@ -260,6 +262,23 @@ def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str) -> _Ran
             hint=f"name {needed} GPUs, or leave the number out",
         )
     return _Ranks(tensor, pipeline, data)
+
+
+def _expert_parallel(spec: ModelSpec, resolver: Resolver[Any], default: str) -> bool:
+    """Whether experts are shared out whole; refused, as vLLM does, for a model that has none."""
+    chosen = resolver.choose("enable_expert_parallel", False, default)
+    if chosen and spec.mlp is not None and not spec.mlp.expert_width:
+        raise InputError(
+            f"{spec.name} has no experts to share out", where="--enable-expert-parallel", hint="leave it out"
+        )
+    return chosen
+
+
+def _encoder_length(spec: ModelSpec) -> int | None:
+    """Tokens of the encoder's longest input, where cross attention reads one and the model says so."""
+    return next(
+        (item.cache.encoder_length for item in spec.layers if isinstance(item.cache, CrossAttention)), None
+    )
 
 
 def _decode_context(spec: ModelSpec, resolver: Resolver[Any], tensor: int, default: str) -> int:
@@ -332,6 +351,13 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
                 where="--speculative-method",
                 hint="give --speculative-model, or another method",
             )
+        modules = len({item.layer for item in own})
+        if tokens > modules and tokens % modules:
+            raise InputError(
+                f"{tokens} speculative tokens are no multiple of the {modules} layers that draft one each",
+                where="--num-speculative-tokens",
+                hint=f"use a multiple of {modules}",
+            )
         return _Drafts(tokens, "mtp", own)
     if method in _METHODS_WITHOUT_LAYERS:
         return _Drafts(tokens, method)
@@ -368,17 +394,16 @@ def _lora(resolver: Resolver[Any], default: str) -> LoraSlots | None:
 
 
 def choose_batch_limits(
-    resolver: Resolver[Any], defaults: tuple[int, int], max_model_len: int, source: str
+    resolver: Resolver[Any], rules: VllmRules, defaults: tuple[int, int], max_model_len: int, source: str
 ) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
-
-    engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
-    take the longest prompt; no step needs more tokens than all sequences can have.
-    """
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does."""
     batch, seqs = defaults
-    if getattr(resolver.options, "enable_chunked_prefill", None) is False:
-        batch = max(batch, max_model_len)
-    batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
+    batch = rules.fitted_batch(
+        batch,
+        resolver.options.max_num_seqs or seqs,
+        max_model_len,
+        chunked_prefill=getattr(resolver.options, "enable_chunked_prefill", None) is not False,
+    )
     batch = resolver.choose("max_num_batched_tokens", batch, source)
     return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
 
@@ -428,16 +453,20 @@ def _kv_dtype(
     asked = resolver.choose("kv_cache_dtype", "auto", f"default of vllm {rules.version}")
     if asked != "auto" and asked not in KV_CACHE_DTYPES:
         raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
+    if asked != "auto" and not rules.takes_kv_dtype(asked):
+        raise InputError(
+            f"vllm {rules.version} has no KV cache of the form {asked}",
+            where="--kv-cache-dtype",
+            hint="use auto, fp8 or a newer version (--engine)",
+        )
     chosen, why = asked, ""
     if asked == "auto" and spec.kv_cache_dtype is not None:
         chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
-    elif asked == "auto" and rules.latent_is_fp8(spec.architecture, capability):
-        chosen, why = "fp8_e4m3", "the default of this model on this GPU"
     if any(isinstance(item.cache, CompressedLatent) for item in spec.layers):
         if asked in ("auto", "fp8", "fp8_e4m3"):
             chosen, why = "fp8_ds_mla", "the form of compressed latents"
     elif any(isinstance(item.cache, SparseIndexer) for item in spec.layers):
-        packed = rules.sparse_latent_dtype(chosen, capability)
+        packed = rules.sparse_latent_dtype(chosen, capability, spec.architecture)
         if packed != chosen:
             chosen, why = packed, "the form of sparse latents"
     if chosen == "auto":

@@ -131,7 +131,12 @@ class VllmPool:
             deployment.max_num_batched_tokens,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
             async_scheduling=deployment.async_scheduling,
-            runner_v2=self._runs_on_v2(spec, has_states=bool(states)),
+            runner_v2=self.rules.runner_v2(
+                spec.architecture,
+                deployment.speculative_method,
+                has_states=bool(states),
+                has_experts=spec.mlp is not None and spec.mlp.expert_width > 0,
+            ),
         )
 
     null_blocks = 1
@@ -158,12 +163,6 @@ class VllmPool:
                 where="--decode-context-parallel-size",
                 hint="leave it out",
             )
-
-    def _runs_on_v2(self, spec: ModelSpec, *, has_states: bool) -> bool:
-        """Whether the second model runner is the default: dense models without states first, all since 0.33."""
-        if self.rules.number >= (0, 33):
-            return True
-        return not has_states and not (spec.mlp is not None and spec.mlp.expert_width)
 
     @property
     def state_mode(self) -> StateMode:

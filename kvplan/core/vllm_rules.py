@@ -27,6 +27,32 @@ TokenLine = Literal["blocks", "groups", "concurrency"]
 StateMode = Literal["none", "align", "all"]
 
 _GIB = 1 << 30
+#: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
+_ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
+#: Ways to draft that the second runner of 0.26 knows, those that it does not know in 0.33, and the models with
+#: experts that it is the default for in 0.26 (config/vllm.py).
+_V2_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+_FIRST_RUNNER_ONLY = ("suffix", "custom_class")
+_V2_EXPERTS = (
+    "DeepseekV2ForCausalLM",
+    "GraniteMoeForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "LongcatFlashNgramForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
+#: The first version read that takes a form of the cache (config/cache.py ``CacheDType``); the rest all take.
+_KV_DTYPES_SINCE = {
+    "bfloat16": (0, 11),
+    "fp8_inc": (0, 11),
+    "float16": (0, 19),
+    "fp8_ds_mla": (0, 19),
+    "int8_per_token_head": (0, 21),
+    "fp8_per_token_head": (0, 21),
+    "nvfp4": (0, 21),
+    "int4_per_token_head": (0, 26),
+    "nvfp4_ds_mla": (0, 33),
+}
 #: Tokens that a checkpoint of FlashInfer's delta net kernel is a multiple of (v1/attention/backends/gdn_attn.py).
 _DELTA_CHECKPOINT = 64
 
@@ -63,10 +89,29 @@ class VllmRules(NamedTuple):
             return "concurrency"
         return "groups" if self.number >= (0, 11) else "blocks"
 
-    @property
-    def async_scheduling(self) -> bool:
-        """The default of ``--async-scheduling``."""
-        return self.number >= (0, 19)
+    def async_scheduling(self, method: str | None) -> bool:
+        """The default of ``--async-scheduling`` (config/vllm.py), with a way to draft or without (None)."""
+        if self.number < (0, 19) or method is None:
+            return self.number >= (0, 19)
+        if self.number >= (0, 33):
+            return method not in _FIRST_RUNNER_ONLY
+        return (
+            method in _ASYNC_DRAFTS
+            or method.endswith("mtp")
+            or (method == "dspark" and self.number >= (0, 26))
+        )
+
+    def runner_v2(
+        self, architecture: str, method: str | None, *, has_states: bool, has_experts: bool
+    ) -> bool:
+        """Whether the second model runner is the default (config/vllm.py ``use_v2_model_runner``).
+
+        Read in 0.26, for dense models without states first, and in 0.33, for all.
+        """
+        if self.number >= (0, 33):
+            return method not in _FIRST_RUNNER_ONLY
+        drafts = method is None or method in _V2_DRAFTS
+        return drafts and not has_states and (not has_experts or architecture in _V2_EXPERTS)
 
     @property
     def latent_row_multiple(self) -> int:
@@ -211,22 +256,47 @@ class VllmRules(NamedTuple):
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
 
-    def latent_is_fp8(self, architecture: str, compute_capability: str | None) -> bool:
-        """Whether a model's latents are fp8 by default: GLM-5 on Blackwell of the datacentre (models/config.py)."""
-        return (
-            architecture == "GlmMoeDsaForCausalLM"
-            and self.number >= (0, 33)
-            and (compute_capability or "").startswith("10.")
-        )
+    def sparse_latent_dtype(
+        self, kv_cache_dtype: str, compute_capability: str | None, architecture: str
+    ) -> str:
+        """The form of the cache that sparse latent attention makes of a dtype.
 
-    def sparse_latent_dtype(self, kv_cache_dtype: str, compute_capability: str | None) -> str:
-        """The form of the cache that sparse latent attention makes of a dtype (model_executor/layers/attention)."""
-        hopper = (compute_capability or "9.0").startswith("9")
-        if self.number < (0, 19) and kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"):
+        model_executor/layers/attention/mla_attention.py: on Hopper the kernel for fp8 packs it; on the generation
+        12 (read from 0.24 on) packed is the only form; elsewhere it stays plain. In 0.11 all but bfloat16 was packed
+        (model_executor/models/config.py); in 0.33 GLM-5 is fp8 on the generation 10.
+        """
+        generation = (compute_capability or "9.0").split(".", 1)[0]
+        fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
+        if self.number < (0, 19) and (kv_cache_dtype == "auto" or kv_cache_dtype.startswith("fp8")):
             return "fp8_ds_mla"
-        if hopper and kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        if generation == "9" and fp8:
             return "fp8_ds_mla"
-        return kv_cache_dtype
+        if generation == "12" and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
+            return "fp8_ds_mla"
+        glm = architecture.startswith("GlmMoeDsa") and self.number >= (0, 33)
+        return "fp8_e4m3" if glm and generation == "10" and kv_cache_dtype == "auto" else kv_cache_dtype
+
+    def takes_kv_dtype(self, kv_cache_dtype: str) -> bool:
+        """Whether ``--kv-cache-dtype`` may be this."""
+        return self.number >= _KV_DTYPES_SINCE.get(kv_cache_dtype, _OLDEST)
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """Tokens that cross attention reserves for: the batch's, and once the model's own (config/__init__.py)."""
+        if self.number >= (0, 19) or encoder_length is None:
+            return max_num_batched_tokens
+        return encoder_length
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """Tokens of a batch where only defaults count, fitted to the longest sequence.
+
+        engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
+        take the longest prompt; since 0.19 no step needs more tokens than all sequences can have.
+        """
+        if self.number < (0, 19):
+            return batch if chunked_prefill else max_model_len
+        if not chunked_prefill:
+            batch = max(batch, max_model_len)
+        return min(batch, seqs * max_model_len)
 
 
 def vllm_rules(version: str) -> VllmRules:
