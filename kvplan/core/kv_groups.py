@@ -9,7 +9,7 @@ made equal and layers dealt into groups of equal size.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -48,10 +48,20 @@ class Page(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Layers that share a block table. ``padded_layers`` counts the layers that a block has room for."""
+    """Layers that share a block table. ``padded_layers`` counts the layers that a block has room for.
+
+    ``caches`` are those of the pages, equal ones once: searches ask for the blocks of many lengths.
+    """
 
     pages: tuple[Page, ...]
     padded_layers: int
+    caches: tuple[Cache, ...]
+
+    @classmethod
+    def of(cls, pages: Iterable[Page], padded_layers: int) -> PageGroup:
+        """The group of these pages."""
+        pages = tuple(pages)
+        return cls(pages, padded_layers, tuple({page.type: page.cache for page in pages}.values()))
 
     @property
     def block_size(self) -> int:
@@ -75,8 +85,8 @@ class PageGroup(NamedTuple):
 
     def blocks(self, need: Reservation, form: CacheFormat) -> int:
         """Blocks that one sequence is given at most."""
-        caches = {page.type: page.cache for page in self.pages}.values()
-        return max(cache.blocks(self.block_size, need, form) for cache in caches)
+        size = self.block_size
+        return max(cache.blocks(size, need, form) for cache in self.caches)
 
 
 class GroupRules(NamedTuple):
@@ -133,13 +143,13 @@ def form_groups(pages: Sequence[Page], form: CacheFormat, rules: GroupRules) -> 
     if not pages:
         return ()
     if _is_one_type(pages):
-        return (PageGroup(tuple(pages), len(pages)),)
+        return (PageGroup.of(pages, len(pages)),)
     if any(isinstance(page.cache, LatentWindow) for page in pages):
         return _packed_groups(pages)
     equal = _equal_pages(pages, rules)
     if equal is None:
         whole = _keep_all_tokens(pages, form)
-        return (PageGroup(tuple(whole), len(whole)),)
+        return (PageGroup.of(whole, len(whole)),)
     return _dealt_groups(equal, rules)
 
 
@@ -267,7 +277,7 @@ def _dealt_groups(pages: Sequence[Page], rules: GroupRules) -> tuple[PageGroup, 
     for members in types.values():
         count = -(-len(members) // size)
         # Every count-th layer, so that each stage of a pipeline has its part of every group.
-        groups += [PageGroup(tuple(members[i::count]), size) for i in range(count)]
+        groups += [PageGroup.of(members[i::count], size) for i in range(count)]
     return tuple(groups)
 
 
@@ -325,11 +335,11 @@ class _Bucket:
     def groups(self, count: int) -> list[PageGroup]:
         """The bucket in ``count`` parts, each with whole repeats of its pattern."""
         if count == 1:
-            return [PageGroup(self.pages, len(self.pages))]
+            return [PageGroup.of(self.pages, len(self.pages))]
         pattern = list(zip(*self.by_size.values(), strict=True))
         parts = [[page for repeat in pattern[i::count] for page in repeat] for i in range(count)]
         widest = max(len(part) for part in parts)
-        return [PageGroup(tuple(part), widest) for part in parts]
+        return [PageGroup.of(part, widest) for part in parts]
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:
