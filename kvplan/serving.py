@@ -36,6 +36,7 @@ from kvplan.core.sizing import (
     Plan,
     WeightSizes,
     check_tensor_parallel,
+    fits,
     plan_capacity,
     weight_sizes,
 )
@@ -86,16 +87,11 @@ def serve(
     None: the longest that is served. Raises `InputError` for settings that the engine refuses.
     """
     options: ServingOptions = resolver.options
-    engine = resolver.note_engine()
     warnings: list[str] = []
     if options.quantization is not None:
         method = resolver.choose("quantization", "", "default")
         spec = replace(spec, weights=spec.weights.quantized_by(method))
-    deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
-    deployment = deployment._replace(
-        seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
-    )
-    budget = _gpu_budget(gpu, options, deployment)
+    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, warnings)
     served = _plan(spec, gpu, engine, deployment, budget, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
         longest = served.capacity.max_model_len_that_fits
@@ -104,6 +100,42 @@ def serve(
             deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
             served = _plan(spec, gpu, engine, deployment, budget, warnings)
     return served
+
+
+def would_fit(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    *,
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    seq: int | None = None,
+    concurrency: int = 1,
+) -> bool:
+    """``capacity.fits`` of what `serve` gives for the same arguments, without the rest: for searches.
+
+    A memory budget must be given, and a length other than ``auto``. Raises `InputError` as `serve` does.
+    """
+    _, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
+    plan = Plan(spec, deployment, VllmPool)
+    return fits(plan, Budget(budget, _overheads(spec, gpu, plan)))
+
+
+def _settle(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    seq: int | None,
+    concurrency: int,
+    warnings: list[str],
+) -> tuple[Engine, Deployment, GpuBudget | None]:
+    """Every setting, and the memory that there is."""
+    engine = resolver.note_engine()
+    deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
+    deployment = deployment._replace(
+        seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
+    )
+    return engine, deployment, _gpu_budget(gpu, resolver.options, deployment)
 
 
 def _plan(
@@ -115,11 +147,9 @@ def _plan(
     warnings: list[str],
 ) -> Served:
     plan = Plan(spec, deployment, VllmPool)
-    given = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
     capacity = None
-    if budget is not None or given:
-        overheads = () if given else tuple(_overhead(spec, gpu, deployment) for _ in plan.stages)
-        capacity = plan_capacity(plan, Budget(budget, overheads))
+    if budget is not None or _pool_is_given(deployment):
+        capacity = plan_capacity(plan, Budget(budget, _overheads(spec, gpu, plan)))
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -138,6 +168,19 @@ def _heaviest(plan: Plan) -> int:
     """The stage whose blocks are largest: without a budget, the one that will limit."""
     sizes = [plan.pool.bytes_per_block(stage) for stage in plan.stages]
     return sizes.index(max(sizes))
+
+
+def _pool_is_given(deployment: Deployment) -> bool:
+    """Whether the pool is given, so that no estimate decides."""
+    return deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+
+
+def _overheads(spec: ModelSpec, gpu: Gpu | None, plan: Plan) -> tuple[Overhead, ...]:
+    """Of each stage; none where the pool is given."""
+    deployment = plan.deployment
+    if _pool_is_given(deployment):
+        return ()
+    return (_overhead(spec, gpu, deployment),) * len(plan.stages)
 
 
 def _overhead(spec: ModelSpec, gpu: Gpu | None, deployment: Deployment) -> Overhead:

@@ -40,8 +40,9 @@ MEMORY = {
     "deployment": 5,
     "overhead": 6,
     "kv_pool": 6,
-    "sizing": 7,
-    "explain": 8,
+    "concurrency": 7,
+    "sizing": 8,
+    "explain": 9,
 }
 SCHEDULING = {
     "request": 0,

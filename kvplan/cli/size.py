@@ -33,6 +33,22 @@ def size(
     concurrency: Annotated[
         str | None, typer.Option("--concurrency", metavar="N", help="Sequences at once (1).")
     ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="MEAN,P95",
+            help="Tokens of whole sequences: mean and 95th percentile; how many at once.",
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="TRACE", help="The same for the sequences of a trace."),
+    ] = None,
+    shared_prefix: Annotated[
+        str | None,
+        typer.Option("--shared-prefix", metavar="N", help="Tokens that all sequences begin with."),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -73,11 +89,14 @@ def size(
     ignore_flag: shared.IgnoreFlag = None,
     set: shared.Set = None,
     models: shared.Models = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Show what would let more in; done anyway if it does not fit.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers.")] = False,
     json: shared.Json = False,
 ) -> None:
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
-    from kvplan.jobs.size import gpu_names, rank_by_gpu, size_with
+    from kvplan.jobs.size import names_several_gpus, size_on, size_with
     from kvplan.options import SizeOptions
 
     options = shared.from_params(SizeOptions, ctx.params)
@@ -99,12 +118,13 @@ def size(
         raise InputError(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
         )
-    gpus = gpu_names(options.gpu) if options.gpu is not None else [None]
     by_model: list[list[SizeResult]] = []
     for name in names:
-        results = [size_with(name, replace(options, gpu=one), origins) for one in gpus]
-        by_model.append(rank_by_gpu(results) if len(gpus) > 1 else results)
-        by_model[-1] = [replace(r, warnings=(*ignored, *r.warnings)) for r in by_model[-1]]
+        if options.gpu is not None and names_several_gpus(options.gpu):
+            results = size_on(name, options.gpu, options, origins)
+        else:
+            results = [size_with(name, options, origins)]
+        by_model.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
     everything = [result for results in by_model for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
         shared.warn(warning)

@@ -275,7 +275,8 @@ class PlannedCheck:
 def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, path: Path) -> PlannedCheck:
     given = entry.mapping(f"check {number}")
     name = str(given["name"].value()) if "name" in given else f"check {number}"
-    kind: type[SizeOptions | SimulateOptions] = SimulateOptions if "trace" in given else SizeOptions
+    simulates = "trace" in given and not _expects_distribution(given)
+    kind: type[SizeOptions | SimulateOptions] = SimulateOptions if simulates else SizeOptions
     known = _option_names(kind) | _OWN_KEYS
     for key, node in given.items():
         if key in _LATER_KEYS:
@@ -295,6 +296,9 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         origins,
         "check file, defaults",
     )
+    if isinstance(options, SizeOptions) and "trace" in given:
+        options.trace = _beside(path, str(given["trace"].value()))
+        origins["trace"] = "check file"
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
         origins["margin"] = "default of a check"
@@ -312,6 +316,12 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
             f'check "{name}" expects nothing', where=str(given["expect"].place), hint="name a figure"
         )
     return PlannedCheck(name, entry.place, subject, options, origins, expectations)
+
+
+def _expects_distribution(given: Mapping[str, Node]) -> bool:
+    """Whether a check of a trace asks how many of its sequences are resident: that is sized, not simulated."""
+    expected = given["expect"].mapping("expect") if "expect" in given else {}
+    return any(figure.startswith("capacity.distribution.") for figure in expected)
 
 
 def _subject(
