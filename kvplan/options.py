@@ -272,8 +272,11 @@ class Resolver(Generic[Options]):
     ``origins`` names the origin of options that were given by something else than a flag, such as a check file.
     """
 
-    def __init__(self, options: Options, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: Options, origins: Mapping[str, str] | None = None, *, seq_sets_length: bool = True
+    ) -> None:
         self.options = options
+        self.seq_sets_length = seq_sets_length
         self.settings: Settings = {}
         self._origins = origins or {}
 
@@ -397,7 +400,7 @@ def choose_batch_limits(
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
     """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
     longest = spec.max_position_embeddings
-    asked = getattr(resolver.options, "seq", None)
+    asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
     if longest is None and asked is not None and resolver.options.max_model_len is None:
         return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
     if longest is None and resolver.options.max_model_len in (None, "auto"):

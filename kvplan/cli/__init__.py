@@ -37,7 +37,7 @@ _LATER = {
         "--decode-context-parallel-size",
     ),
     *("--enable-expert-parallel", "--quantization", "-q", "--num-speculative-tokens", "--lengths", "--trace"),
-    *("--suggest", "--from", "--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
+    *("--suggest", "--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
     *("--async-scheduling", "--no-async-scheduling", "compare", "trace", "kernel-bench", "audit", "explain"),
 }
 _COMMANDS = ("size", "simulate", "check", "models", "gpus")

@@ -80,12 +80,22 @@ def size(
     return size_with(os.fspath(model), SizeOptions.of(options), origins)
 
 
-def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | None = None) -> SizeResult:
-    """`size` with its options in one object."""
+def size_with(
+    model: str,
+    options: SizeOptions,
+    origins: Mapping[str, str] | None = None,
+    *,
+    seq_sets_length: bool = True,
+) -> SizeResult:
+    """`size` with its options in one object.
+
+    ``seq_sets_length`` says whether ``seq`` stands in for a maximum that the model does not state: beside a vLLM
+    command it does not, since vLLM would not know it.
+    """
     check_options(options)
     spec = load_model(model, catalogue=_path(options.models), overrides=options.set)
     gpu, gpu_count = find_gpu(options.gpu)
-    resolver = Resolver(options, origins)
+    resolver = Resolver(options, origins, seq_sets_length=seq_sets_length)
     resolver.note("model", spec.name, "MODEL", given=True)
     if options.gpu is not None:
         resolver.choose("gpu", options.gpu, "default")
