@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,7 +35,7 @@ _GPU_RESOURCES = ("nvidia.com/gpu", "amd.com/gpu")
 
 
 class _Candidate(NamedTuple):
-    """Something that starts vLLM, and the names that it goes by: the first is shown."""
+    """Something that starts vLLM, and the names that it goes by: the first that is its own is shown."""
 
     names: tuple[str, ...]
     start: Start
@@ -130,8 +133,12 @@ def _is_yaml(file: _Source) -> bool:
 
 def _choose(candidates: Sequence[_Candidate], others: Sequence[str], wanted: str, file: str) -> _Candidate:
     """The candidate that is named, or the only one."""
-    listed = ", ".join(f"{file}#{c.names[0]}" for c in candidates[:_MAX_LISTED])
-    listed += ", ..." if len(candidates) > _MAX_LISTED else ""
+    taken = Counter(name for candidate in candidates for name in candidate.names)
+    labels = [
+        next((name for name in candidate.names if taken[name] == 1), str(number))
+        for number, candidate in enumerate(candidates, 1)
+    ]
+    listed = _listed(f"{file}#{label}" for label in labels)
     if wanted:
         if wanted.isdigit() and 0 < int(wanted[:9]) <= len(candidates):
             return candidates[int(wanted) - 1]
@@ -139,16 +146,16 @@ def _choose(candidates: Sequence[_Candidate], others: Sequence[str], wanted: str
         if len(named) == 1:
             return named[0]
         if named:
-            listed = ", ".join(f"{file}#{c.names[0]}" for c in named[:_MAX_LISTED])
+            listed = _listed(
+                f"{file}#{label}" for c, label in zip(candidates, labels, strict=True) if wanted in c.names
+            )
             raise InputError(f'several are called "{wanted}"', where=file, hint=f"say which: {listed}")
-        if wanted in others:
+        if any(wanted in (name, name.rpartition("/")[2]) for name in others):
             hint = f"these do: {listed}" if listed else "give the file that does"
             raise InputError(f'"{wanted}" does not start vLLM', where=file, hint=hint)
-        raise unknown_name(
-            "container", wanted, [*(c.names[0] for c in candidates), *others] or ["none"], where=file
-        )
+        raise unknown_name("container", wanted, [*labels, *others] or ["none"], where=file)
     if not candidates:
-        seen = f"; it has {', '.join(others[:_MAX_LISTED])}" if others else ""
+        seen = f"; it has {_listed(others)}" if others else ""
         raise InputError(
             f"nothing in the file starts vLLM{seen}",
             where=file,
@@ -159,6 +166,12 @@ def _choose(candidates: Sequence[_Candidate], others: Sequence[str], wanted: str
             f"{len(candidates)} commands of the file start vLLM", where=file, hint=f"say which: {listed}"
         )
     return candidates[0]
+
+
+def _listed(names: Iterable[str]) -> str:
+    """The first names of many."""
+    shown = list(islice(names, _MAX_LISTED + 1))
+    return ", ".join(shown[:_MAX_LISTED]) + (", ..." if len(shown) > _MAX_LISTED else "")
 
 
 def _config_words(word: Word, file: _Source) -> list[Word]:
@@ -236,11 +249,9 @@ def _word(node: Node, file: _Source, what: str) -> Word:
 def _fill_in(word: Word, pattern: re.Pattern[str], value: Callable[[re.Match[str]], str | None]) -> Word:
     """A word with its variables filled in; one whose value is not known stays and is noted."""
     unknown = word.unknown
-    changed = False
 
     def replace(match: re.Match[str]) -> str:
-        nonlocal unknown, changed
-        changed = True
+        nonlocal unknown
         text = value(match)
         if text is None:
             unknown = unknown or match.group()
@@ -248,10 +259,22 @@ def _fill_in(word: Word, pattern: re.Pattern[str], value: Callable[[re.Match[str
         return text
 
     text = pattern.sub(replace, word.text)
-    # Places inside are found by offsets in what is written.
-    return word._replace(
-        text=text, unknown=unknown, locate=None if changed and text != word.text else word.locate
-    )
+    locate = word.locate
+    if text != word.text and locate is not None:
+        locate = _by_line(word.text, text, locate)
+    return word._replace(text=text, unknown=unknown, locate=locate)
+
+
+def _by_line(written: str, text: str, locate: Locate) -> Locate:
+    """Places in a text whose variables are filled in: of the first word of the line that the offset stands in."""
+    starts = [match.end() - 1 for match in re.finditer(r"^.*?\S", written, re.MULTILINE)]
+    filled = [match.start() for match in re.finditer(r"^.*?\S", text, re.MULTILINE)]
+
+    def line(offset: int) -> Place | None:
+        number = bisect_right(filled, offset) - 1
+        return locate(starts[number] if 0 <= number < len(starts) else 0)
+
+    return line
 
 
 # Compose
@@ -439,9 +462,7 @@ class _Kubernetes:
             return
         gpus = _kubernetes_gpus(fields)
         start = start._replace(gpu_count=gpus * pods if gpus is not None else start.gpu_count)
-        taken = any(name in one.names for one in self._found)
-        names = (f"{owner}/{name}", name, owner) if taken else (name, f"{owner}/{name}", owner)
-        self._found.append(_Candidate(names, start))
+        self._found.append(_Candidate((name, owner, f"{owner}/{name}"), start))
 
     def _kserve_model(self, node: Node, owner: str) -> None:
         """A model that KServe's server for Hugging Face models runs with vLLM: its arguments are vLLM's."""

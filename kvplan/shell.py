@@ -459,11 +459,10 @@ class _Interpreter:
 
         def add(text: str, here: Place | None, unknown: str | None) -> None:
             nonlocal pending
-            pending = (
-                Word(text, here, unknown)
-                if pending is None
-                else Word(pending.text + text, pending.place, pending.unknown or unknown)
-            )
+            if pending is None or not (pending.text or pending.unknown):
+                pending = Word(text, here, unknown)
+            else:
+                pending = Word(pending.text + text, pending.place, pending.unknown or unknown)
 
         for part in parts:
             if part.kind == "text":
