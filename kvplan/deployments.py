@@ -21,8 +21,10 @@ from kvplan.shell import MAX_SCRIPT, Locate, Word, locate_lines, read_script, sp
 from kvplan.vllm_command import VllmCommand, read_start, words_of_config
 from kvplan.vllm_start import Start, find_in_container, find_start
 
-#: Rendered charts with all their definitions are smaller; a larger text would only cost time before it is refused.
-_MAX_BYTES = 4 << 20
+#: Rendered charts of vLLM are a tenth of that; a larger text would only cost time before it is refused.
+_MAX_BYTES = 1 << 20
+#: Characters of commands and variables, those that aliases repeat included.
+_MAX_COMMANDS = 512 << 10
 _MAX_DEPTH = 60
 _MAX_LISTED = 8
 
@@ -41,13 +43,55 @@ class _Candidate(NamedTuple):
     start: Start
 
 
-class _Source(NamedTuple):
-    """The text of a deployment: its name, lines, and the folder that paths in it start from."""
+class _File:
+    """A deployment: its name, text and lines, and the folder that paths in it start from."""
 
-    name: str
-    text: str
-    lines: Sequence[str]
-    folder: Path
+    def __init__(self, path: str, text: str) -> None:
+        self.name = "standard input" if path == "-" else path
+        self.text = text
+        self.lines = text.split("\n")
+        self.folder = Path(path).parent
+        self._fields: dict[int, dict[str, Node]] = {}
+        self._left = _MAX_COMMANDS
+
+    def fields(self, node: Node, depth: int = 0) -> dict[str, Node]:
+        """The fields of a mapping, those that ``<<`` merges in included.
+
+        Each mapping is read once, however many aliases stand for it.
+        """
+        if depth > _MAX_DEPTH:
+            raise InputError("an alias contains itself", where=str(node.place), hint="write the value out")
+        known = self._fields.get(id(node.raw))
+        if known is not None:
+            return known
+        fields = node.mapping("the value")
+        merged = fields.pop("<<", None)
+        if merged is not None:
+            for one in merged.sequence("<<") if merged.is_sequence else [merged]:
+                fields = {**self.fields(one, depth + 1), **fields}
+        self._fields[id(node.raw)] = fields
+        return fields
+
+    def word(self, node: Node, what: str) -> Word:
+        """A plain value as a word that knows the places inside it; ``what`` names it in errors."""
+        text = node.text
+        if text is None:
+            raise InputError(f"{what} is no plain text", where=str(node.place), hint="write it on one line")
+        self._left -= len(text)
+        if self._left < 0:
+            raise InputError(
+                f"the commands of the file are longer than {_MAX_COMMANDS >> 10} KiB",
+                where=self.name,
+                hint="use fewer aliases, or give the one manifest that starts vLLM",
+            )
+        known: list[Locate] = []
+
+        def locate(offset: int) -> Place | None:
+            if not known:  # most words are never asked
+                known.append(node.locate(self.lines))
+            return known[0](offset)
+
+        return Word(text, node.place, locate=locate)
 
 
 def read_deployment(source: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand:
@@ -57,8 +101,7 @@ def read_deployment(source: str, *, ignored_flags: Sequence[str] = ()) -> VllmCo
     and that kvplan does not handle.
     """
     path, _, wanted = source.partition("#")
-    text = _read(path)
-    file = _Source("standard input" if path == "-" else path, text, text.split("\n"), Path(path).parent)
+    file = _File(path, _read(path))
     candidates, others = _candidates(file)
     chosen = _choose(candidates, others, wanted, file.name)
 
@@ -101,7 +144,7 @@ def _read(path: str) -> str:
     return text
 
 
-def _candidates(file: _Source) -> tuple[list[_Candidate], list[str]]:
+def _candidates(file: _File) -> tuple[list[_Candidate], list[str]]:
     """What starts vLLM, and the names of what starts something else."""
     if not _is_yaml(file):
         return _in_script(file), []
@@ -109,7 +152,7 @@ def _candidates(file: _Source) -> tuple[list[_Candidate], list[str]]:
     if not documents:
         raise InputError("the file is empty", where=file.name, hint="give a compose file or a manifest")
     first = documents[0]
-    fields = _fields(first) if first.is_mapping else {}
+    fields = file.fields(first) if first.is_mapping else {}
     if "services" in fields and "kind" not in fields:
         return _Compose(file).candidates(fields["services"])
     if len(documents) == 1 and first.is_mapping and not {"kind", "apiVersion", "containers"} & fields.keys():
@@ -117,7 +160,7 @@ def _candidates(file: _Source) -> tuple[list[_Candidate], list[str]]:
     return _Kubernetes(file).candidates(documents)
 
 
-def _is_yaml(file: _Source) -> bool:
+def _is_yaml(file: _File) -> bool:
     """Whether a text is YAML: by its name, else by the first line that is no comment."""
     if file.text.startswith("#!"):
         return False
@@ -174,7 +217,7 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(shown[:_MAX_LISTED]) + (", ..." if len(shown) > _MAX_LISTED else "")
 
 
-def _config_words(word: Word, file: _Source) -> list[Word]:
+def _config_words(word: Word, file: _File) -> list[Word]:
     """The flags of a ``--config`` file that the command names, looked for from the deployment's folder."""
     path = file.folder / word.text
     if not word.text or word.unknown or not path.is_file():
@@ -189,7 +232,7 @@ def _config_words(word: Word, file: _Source) -> list[Word]:
 # Shell scripts
 
 
-def _in_script(file: _Source) -> list[_Candidate]:
+def _in_script(file: _File) -> list[_Candidate]:
     found: list[_Candidate] = []
     for command in read_script(file.text, locate_lines(file.text, file.name), file.name):
         start = find_start(command.words, command.environment)
@@ -201,49 +244,12 @@ def _in_script(file: _Source) -> list[_Candidate]:
 # vLLM's own configuration
 
 
-def _from_config(node: Node, file: _Source) -> _Candidate:
+def _from_config(node: Node, file: _File) -> _Candidate:
     words = words_of_config(Path("config.yaml"), file.name, root=node)
     return _Candidate(("1",), Start(tuple(words), {}, node.place))
 
 
 # What compose files and manifests share
-
-
-def _fields(node: Node, depth: int = 0) -> dict[str, Node]:
-    """The fields of a mapping, those that ``<<`` merges in included."""
-    if depth > _MAX_DEPTH:
-        raise InputError("an alias contains itself", where=str(node.place), hint="write the value out")
-    fields = node.mapping("the value")
-    merged = fields.pop("<<", None)
-    if merged is not None:
-        for one in merged.sequence("<<") if merged.is_sequence else [merged]:
-            fields = {**_fields(one, depth + 1), **fields}
-    return fields
-
-
-def _scalar(node: Node, what: str) -> str:
-    text = node.text
-    if text is None:
-        raise InputError(f"{what} is no plain text", where=str(node.place), hint="write it on one line")
-    return text
-
-
-def _locate(node: Node, file: _Source) -> Locate:
-    """Places inside a text, looked for when the first is asked for."""
-    known: list[Locate] = []
-
-    def locate(offset: int) -> Place | None:
-        if len(node.text or "") > MAX_SCRIPT:
-            return node.place
-        if not known:
-            known.append(node.locate(file.lines))
-        return known[0](offset)
-
-    return locate
-
-
-def _word(node: Node, file: _Source, what: str) -> Word:
-    return Word(_scalar(node, what), node.place, locate=_locate(node, file))
 
 
 def _fill_in(word: Word, pattern: re.Pattern[str], value: Callable[[re.Match[str]], str | None]) -> Word:
@@ -283,14 +289,14 @@ def _by_line(written: str, text: str, locate: Locate) -> Locate:
 class _Compose:
     """The services of a compose file."""
 
-    def __init__(self, file: _Source) -> None:
+    def __init__(self, file: _File) -> None:
         self._file = file
 
     def candidates(self, services: Node) -> tuple[list[_Candidate], list[str]]:
         """The services that start vLLM, and the names of the others."""
         found: list[_Candidate] = []
         others: list[str] = []
-        for name, node in _fields(services).items():
+        for name, node in self._file.fields(services).items():
             start = self._start(node)
             if start is None:
                 others.append(name)
@@ -299,7 +305,7 @@ class _Compose:
         return found, others
 
     def _start(self, node: Node) -> Start | None:
-        fields = _fields(node)
+        fields = self._file.fields(node)
         image = self._text(fields.get("image"))
         entrypoint = self._words(fields["entrypoint"]) if "entrypoint" in fields else None
         command = self._words(fields["command"]) if "command" in fields else ()
@@ -307,23 +313,21 @@ class _Compose:
         start = find_in_container(
             image.text if image else None, entrypoint, command, environment, place=node.key_place
         )
-        return start and start._replace(gpu_count=_compose_gpus(fields) or start.gpu_count)
+        return start and start._replace(gpu_count=_compose_gpus(fields, self._file) or start.gpu_count)
 
     def _text(self, node: Node | None) -> Word | None:
         if node is None or node.text is None:
             return None
-        return self._interpolate(_word(node, self._file, "the value"))
+        return self._interpolate(self._file.word(node, "the value"))
 
     def _words(self, node: Node) -> tuple[Word, ...]:
         """A command that is a list, or one line that is split as a shell would."""
         if node.is_sequence:
-            return tuple(
-                self._interpolate(_word(item, self._file, "the item")) for item in node.sequence("it")
-            )
-        word = _word(node, self._file, "the command")
+            return tuple(self._interpolate(self._file.word(item, "the item")) for item in node.sequence("it"))
+        word = self._file.word(node, "the command")
         if len(word.text) > MAX_SCRIPT:
             raise InputError(
-                f"the command is longer than {MAX_SCRIPT >> 20} MiB", where=str(node.place), hint="shorten it"
+                f"the command is longer than {MAX_SCRIPT >> 10} KiB", where=str(node.place), hint="shorten it"
             )
         locate = word.locate
         assert locate is not None, "set by _word"
@@ -331,7 +335,7 @@ class _Compose:
 
     def _environment(self, node: Node) -> dict[str, Word]:
         if node.is_sequence:
-            texts = [self._interpolate(_word(item, self._file, "the item")) for item in node.sequence("it")]
+            texts = [self._interpolate(self._file.word(item, "the item")) for item in node.sequence("it")]
             pairs = [(text, *text.text.partition("=")) for text in texts]
             return {
                 name: word._replace(text=value)
@@ -340,7 +344,8 @@ class _Compose:
                 for word, name, given, value in pairs
             }
         return {
-            name: self._interpolate(_word(value, self._file, name)) for name, value in _fields(node).items()
+            name: self._interpolate(self._file.word(value, name))
+            for name, value in self._file.fields(node).items()
         }
 
     def _interpolate(self, word: Word) -> Word:
@@ -355,16 +360,16 @@ class _Compose:
         return _fill_in(word, _COMPOSE_VARIABLE, value)
 
 
-def _compose_gpus(fields: Mapping[str, Node]) -> int | None:
+def _compose_gpus(fields: Mapping[str, Node], file: _File) -> int | None:
     """GPUs of ``deploy.resources.reservations.devices``; None for all, or if it does not say."""
     node: Node | None = fields.get("deploy")
     for key in ("resources", "reservations", "devices"):
-        node = _fields(node).get(key) if node is not None and node.is_mapping else None
+        node = file.fields(node).get(key) if node is not None and node.is_mapping else None
     if node is None or not node.is_sequence:
         return None
     total = 0
     for device in node.sequence("devices"):
-        device_fields = _fields(device)
+        device_fields = file.fields(device)
         ids, count = device_fields.get("device_ids"), device_fields.get("count")
         if ids is not None and ids.is_sequence:
             total += len(ids.sequence("device_ids"))
@@ -379,18 +384,19 @@ def _compose_gpus(fields: Mapping[str, Node]) -> int | None:
 class _Kubernetes:
     """The containers of manifests, whatever kind of object they stand in."""
 
-    def __init__(self, file: _Source) -> None:
+    def __init__(self, file: _File) -> None:
         self._file = file
         self._found: list[_Candidate] = []
         self._others: list[str] = []
         self._maps: dict[str, dict[str, Node]] = {}
+        self._seen: set[int] = set()
 
     def candidates(self, documents: Sequence[Node]) -> tuple[list[_Candidate], list[str]]:
         """The containers that start vLLM, and the names of the others."""
         objects = [one for document in documents for one in self._objects(document, 0)]
         for fields in objects:
             if self._kind(fields) == "ConfigMap" and "data" in fields and fields["data"].is_mapping:
-                self._maps[self._name(fields)] = _fields(fields["data"])
+                self._maps[self._name(fields)] = self._file.fields(fields["data"])
         for fields in objects:
             for key in ("spec", "template", "containers"):
                 if key in fields:
@@ -402,7 +408,7 @@ class _Kubernetes:
         """The objects of a document; a List has several."""
         if not node.is_mapping or depth > _MAX_DEPTH:
             return
-        fields = _fields(node)
+        fields = self._file.fields(node)
         if self._kind(fields).endswith("List") and "items" in fields and fields["items"].is_sequence:
             for item in fields["items"].sequence("items"):
                 yield from self._objects(item, depth + 1)
@@ -414,22 +420,27 @@ class _Kubernetes:
 
     def _name(self, fields: Mapping[str, Node]) -> str:
         metadata = fields.get("metadata")
-        name = _fields(metadata).get("name") if metadata is not None and metadata.is_mapping else None
+        name = (
+            self._file.fields(metadata).get("name") if metadata is not None and metadata.is_mapping else None
+        )
         return (name.text if name is not None else None) or self._kind(fields).lower() or "object"
 
     def _walk(self, node: Node | Mapping[str, Node], owner: str, pods: int, depth: int) -> None:
-        """Every list of containers below a value; ``pods`` share one model."""
+        """Every list of containers below a value, once however many aliases lead there; ``pods`` share one model."""
         if depth > _MAX_DEPTH:
             where = str(node.place) if isinstance(node, Node) else self._file.name
             raise InputError("the file is nested too deeply", where=where, hint="write it flatter")
         if isinstance(node, Node):
+            if id(node.raw) in self._seen:
+                return
+            self._seen.add(id(node.raw))
             if node.is_sequence:
                 for item in node.sequence("it"):
                     if item.is_mapping or item.is_sequence:
                         self._walk(item, owner, pods, depth + 1)
             if not node.is_mapping:
                 return
-            fields: Mapping[str, Node] = _fields(node)
+            fields: Mapping[str, Node] = self._file.fields(node)
         else:
             fields = node
         size = fields["size"].text if "size" in fields and "leaderTemplate" in fields else None
@@ -440,13 +451,13 @@ class _Kubernetes:
                 for container in value.sequence("containers"):
                     if container.is_mapping:
                         self._container(container, owner, pods)
-            elif key == "model" and value.is_mapping and "modelFormat" in _fields(value):
+            elif key == "model" and value.is_mapping and "modelFormat" in self._file.fields(value):
                 self._kserve_model(value, owner)
             elif value.is_mapping or value.is_sequence:
                 self._walk(value, owner, pods, depth + 1)
 
     def _container(self, node: Node, owner: str, pods: int) -> None:
-        fields = _fields(node)
+        fields = self._file.fields(node)
         name = (fields["name"].text if "name" in fields else None) or f"container-{len(self._found) + 1}"
         environment = self._environment(fields)
         image = fields["image"].text if "image" in fields else None
@@ -460,14 +471,16 @@ class _Kubernetes:
         if start is None:
             self._others.append(f"{owner}/{name}")
             return
-        gpus = _kubernetes_gpus(fields)
+        gpus = _kubernetes_gpus(fields, self._file)
         start = start._replace(gpu_count=gpus * pods if gpus is not None else start.gpu_count)
         self._found.append(_Candidate((name, owner, f"{owner}/{name}"), start))
 
     def _kserve_model(self, node: Node, owner: str) -> None:
         """A model that KServe's server for Hugging Face models runs with vLLM: its arguments are vLLM's."""
-        fields = _fields(node)
-        given = _fields(fields["modelFormat"]).get("name") if fields["modelFormat"].is_mapping else None
+        fields = self._file.fields(node)
+        given = (
+            self._file.fields(fields["modelFormat"]).get("name") if fields["modelFormat"].is_mapping else None
+        )
         if given is None or (given.text or "").lower() not in ("huggingface", "vllm"):
             self._others.append(owner)
             return
@@ -480,7 +493,7 @@ class _Kubernetes:
                 storage.removeprefix("hf://").partition(":")[0] if storage.startswith("hf://") else storage
             )
             words.insert(0, Word(model, fields["storageUri"].place))
-        start = Start(tuple(words), environment, node.key_place, _kubernetes_gpus(fields))
+        start = Start(tuple(words), environment, node.key_place, _kubernetes_gpus(fields, self._file))
         self._found.append(_Candidate((owner,), start))
 
     def _words(self, node: Node, environment: Mapping[str, Word]) -> tuple[Word, ...]:
@@ -495,46 +508,48 @@ class _Kubernetes:
             return None if word.unknown else word.text
 
         return tuple(
-            _fill_in(_word(item, self._file, "the item"), _KUBERNETES_VARIABLE, value)
+            _fill_in(self._file.word(item, "the item"), _KUBERNETES_VARIABLE, value)
             for item in node.sequence("the command")
         )
 
     def _environment(self, fields: Mapping[str, Node]) -> dict[str, Word]:
         environment: dict[str, Word] = {}
         for source in fields["envFrom"].sequence("envFrom") if "envFrom" in fields else ():
-            reference = _fields(source).get("configMapRef")
-            name = _fields(reference).get("name") if reference is not None else None
+            reference = self._file.fields(source).get("configMapRef")
+            name = self._file.fields(reference).get("name") if reference is not None else None
             for key, value in self._maps.get((name.text if name else None) or "", {}).items():
-                environment[key] = _word(value, self._file, key)
+                environment[key] = self._file.word(value, key)
         for item in fields["env"].sequence("env") if "env" in fields else ():
-            one = _fields(item)
+            one = self._file.fields(item)
             key = (one["name"].text if "name" in one else None) or ""
             given = one.get("value") or self._from_map(one.get("valueFrom"))
             environment[key] = (
-                _word(given, self._file, key) if given else Word(f"$({key})", item.place, f"${key}")
+                self._file.word(given, key) if given else Word(f"$({key})", item.place, f"${key}")
             )
         return environment
 
     def _from_map(self, node: Node | None) -> Node | None:
         """The value of ``valueFrom.configMapKeyRef`` where the file has the map."""
-        reference = _fields(node).get("configMapKeyRef") if node is not None and node.is_mapping else None
+        reference = (
+            self._file.fields(node).get("configMapKeyRef") if node is not None and node.is_mapping else None
+        )
         if reference is None or not reference.is_mapping:
             return None
-        fields = _fields(reference)
+        fields = self._file.fields(reference)
         name = fields["name"].text if "name" in fields else None
         key = fields["key"].text if "key" in fields else None
         return self._maps.get(name or "", {}).get(key or "")
 
 
-def _kubernetes_gpus(fields: Mapping[str, Node]) -> int | None:
+def _kubernetes_gpus(fields: Mapping[str, Node], file: _File) -> int | None:
     """GPUs of ``resources.limits``, else of ``requests``."""
     resources = fields.get("resources")
     if resources is None or not resources.is_mapping:
         return None
-    kinds = _fields(resources)
+    kinds = file.fields(resources)
     for kind in ("limits", "requests"):
         node = kinds.get(kind)
-        amounts = _fields(node) if node is not None and node.is_mapping else {}
+        amounts = file.fields(node) if node is not None and node.is_mapping else {}
         for name in _GPU_RESOURCES:
             if name in amounts and re.fullmatch(r"[0-9]{1,4}", amounts[name].text or ""):
                 return int(amounts[name].text or 0)

@@ -16,14 +16,14 @@ from kvplan.errors import InputError
 from kvplan.safe_yaml import Place
 
 #: A script that starts a server is far shorter; a longer text would only cost time before it is refused.
-MAX_SCRIPT = 1 << 20
+MAX_SCRIPT = 256 << 10
 #: Characters that variables may grow to: variables of variables can stand for billions.
 _MAX_EXPANSION = 1 << 20
 _MAX_DEPTH = 40
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _ASSIGNMENT = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)(\+?)=")
-_PLAIN = re.compile(r"""[^\s'"\\$`;&|()<>]+""")
+_PLAIN = re.compile(r"""[^ \t\r\n'"\\$`;&|()<>]+""")
 _DOUBLE_QUOTED = re.compile(r'[^"\\$`]+')
 _OPENS = frozenset({"if", "for", "while", "until", "case", "select"})
 _CLOSES = frozenset({"fi", "done", "esac"})
@@ -116,7 +116,7 @@ def read_script(
     """
     if len(text) > MAX_SCRIPT:
         raise InputError(
-            f"the script is longer than {MAX_SCRIPT >> 20} MiB", where=where, hint="give the command alone"
+            f"the script is longer than {MAX_SCRIPT >> 10} KiB", where=where, hint="give the command alone"
         )
     return _Interpreter(locate, where, environment or {}).run(_Lexer(text, locate, where).tokens())
 
@@ -138,15 +138,20 @@ class _Lexer:
         self._locate = locate
         self._where = where
         self._documents: list[str] = []
+        self._depth = 0
 
     def tokens(self, closing: str = "") -> list[_Token]:
         """All tokens up to the end, or up to ``closing``, an unquoted parenthesis."""
         found: list[_Token] = []
         text = self._text
+        self._depth += 1
+        if self._depth > _MAX_DEPTH:
+            raise self._error("parentheses are nested too deeply", self._at)
         while self._at < len(text):
             char = text[self._at]
             if closing and char == closing:
                 self._at += 1
+                self._depth -= 1
                 return found
             if char in " \t\r":
                 self._at += 1
