@@ -192,6 +192,19 @@ def parse_scalar(text: str, *, where: str) -> object:
     return _scalar(node, where)
 
 
+def parse_value(text: str, *, where: str) -> object:
+    """The value of YAML on one line: a scalar, as `parse_scalar` reads it, or what stands in braces or brackets."""
+    if not text.lstrip().startswith(("{", "[")):
+        return parse_scalar(text, where=where)
+    try:
+        root = _compose(text, where)
+    except InputError as error:
+        raise InputError(f'"{text}" is no value', where=where, hint="close the brackets") from error
+    assert root is not None, "the text is not empty"
+    place = Place(where, 1, 1)
+    return Node(place, place, root).value()
+
+
 def _compose(text: str, file: str) -> yaml.Node | None:
     with _yaml_errors(file):
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)

@@ -108,7 +108,11 @@ def read_command(text: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand
     """
     commands = read_script(text, lambda _: None, "--vllm-command")
     if len(commands) > 1:
-        raise InputError("there is more than one command", where="--vllm-command", hint="give the one alone")
+        raise InputError(
+            f'"{text.strip()[:60]}" is more than one command',
+            where="--vllm-command",
+            hint="give the one that starts vLLM",
+        )
     start = find_start(commands[0].words, commands[0].environment) if commands else None
     if start is None:
         raise InputError(
