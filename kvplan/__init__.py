@@ -1,7 +1,8 @@
 """kvplan: memory planner and simulator for LLM serving.
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
-pool, `check` holds figures against a file of expectations. Nothing is loaded before it is used.
+pool, `check` holds figures against a file of expectations, `audit` against an engine's start-up log. Nothing
+is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ __all__ = [
     "InputError",
     "KvplanError",
     "__version__",
+    "audit",
     "check",
     "list_gpus",
     "list_models",
@@ -27,6 +29,7 @@ __all__ = [
 if TYPE_CHECKING:
     from kvplan.config import list_gpus, list_models, load_gpu, load_model
     from kvplan.errors import InputError, KvplanError
+    from kvplan.jobs.audit import audit
     from kvplan.jobs.check import check
     from kvplan.jobs.simulate import simulate
     from kvplan.jobs.size import size
@@ -35,6 +38,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "InputError": "kvplan.errors",
     "KvplanError": "kvplan.errors",
+    "audit": "kvplan.jobs.audit",
     "check": "kvplan.jobs.check",
     "list_gpus": "kvplan.config",
     "list_models": "kvplan.config",

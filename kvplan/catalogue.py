@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvplan.core.gpu import Gpu
 from kvplan.errors import InputError, unknown_name
-from kvplan.safe_yaml import Node, read_yaml
+from kvplan.safe_yaml import Node, parse_yaml, read_yaml
 
 
 class Entry(NamedTuple):
@@ -37,9 +37,29 @@ class Entry(NamedTuple):
 
 def read_catalogue(path: Path) -> tuple[Entry, ...]:
     """The entries of a YAML catalogue, in order. Raises `InputError` naming file and line."""
+    return _entries(read_yaml(path, name=path.name), path)
+
+
+def search_catalogue(path: Path, name: str) -> Entry | None:
+    """The entry that `find_entry` would find in a shipped catalogue, of which only few entries are parsed.
+
+    Entries start at the lines that are not indented; one that does not hold the name cannot be meant.
+    """
+    wanted = name.casefold()
+    sections: list[Entry] = []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    starts = [i for i, line in enumerate(lines) if line[:1].strip() not in ("", "#")]
+    for start, end in zip(starts, [*starts[1:], len(lines)], strict=True):
+        text = "".join(lines[start:end])
+        if wanted in text.casefold():
+            sections += _entries(parse_yaml("\n" * start + text, path.name), path)
+    return find_entry(name, sections)
+
+
+def _entries(root: Node, path: Path) -> tuple[Entry, ...]:
     entries = []
     seen: dict[str, int] = {}
-    for name, node in read_yaml(path, name=path.name).mapping("the catalogue").items():
+    for name, node in root.mapping("the catalogue").items():
         line = node.key_place.line
         if name.casefold() in seen:
             raise InputError(

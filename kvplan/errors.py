@@ -46,6 +46,10 @@ class DoesNotFit(KvplanError):
     exit_code = 1
 
 
+#: Names are quoted up to this length: a path may be long, a hostile name has no end.
+_LONGEST_NAME = 200
+
+
 def unknown_name(
     kind: str, name: str, known: Iterable[str], *, where: str | None = None, listing: str | None = None
 ) -> InputError:
@@ -55,6 +59,7 @@ def unknown_name(
     """
     names = sorted(set(known))
     by_fold = {n.casefold(): n for n in names}
+    name = name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}..."
     near = [by_fold[n] for n in difflib.get_close_matches(name.casefold(), by_fold, n=3, cutoff=0.5)]
     hints = [f"did you mean {' or '.join(near)}?"] if near else []
     if listing is not None:

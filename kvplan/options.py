@@ -10,33 +10,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from types import NoneType, UnionType
-from typing import Any, Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from kvplan.core.gpu import Gpu
-from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec
-from kvplan.core.sizing import (
-    DEFAULT_BLOCK_SIZE,
-    DEFAULT_GPU_MEMORY_UTILIZATION,
-    ENGINE,
-    ENGINE_VERSION,
-    Deployment,
-    check_tensor_parallel,
-    default_batch_limits,
-)
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError, unknown_name
 from kvplan.units import parse_size
 
+#: Engines whose pools can be sized.
+ENGINES = ("vllm", "paged", "sglang", "tensorrt-llm", "llama.cpp")
 #: Engines of the contract that come later; named so that asking for one gets a true answer.
-LATER_ENGINES = (
-    "paged",
-    "sglang",
-    "tensorrt-llm",
-    "llama.cpp",
-    "static",
-    "orca-max",
-    "orca-pow2",
-    "orca-oracle",
-)
+LATER_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -234,29 +217,40 @@ def check_options(options: ServingOptions) -> None:
     for name, known in (("margin", ("low", "mid", "high")), ("scheduling_policy", ("fcfs", "priority"))):
         value = getattr(options, name, None)
         if value is not None and value not in known:
-            what = "no margin" if name == "margin" else f"no scheduling policy of engine {ENGINE}"
+            what = "no margin" if name == "margin" else "no scheduling policy of engine vllm"
             choices = f"{', '.join(known[:-1])} or {known[-1]}"
             raise InputError(f'"{value}" is {what}', where=flag(name), hint=f"choose {choices}")
-    check_engine(options.engine)
+    parse_engine(options.engine)
 
 
-def check_engine(engine: str | None) -> None:
-    """Accept ``vllm`` and ``vllm@0.33``; raises `InputError` for every other engine or version."""
-    if engine is None:
-        return
-    name, _, version = engine.partition("@")
+class Engine(NamedTuple):
+    """An engine and the version of its rules; ``version`` is empty where an engine has only one set of rules."""
+
+    name: str
+    version: str
+
+    @property
+    def label(self) -> str:
+        """As ``--engine`` takes it."""
+        return f"{self.name}@{self.version}" if self.version else self.name
+
+
+def parse_engine(text: str | None) -> Engine:
+    """The engine that ``--engine`` names; None: vLLM by the newest rules. Raises `InputError` for any other."""
+    name, _, version = (text or "vllm").strip().partition("@")
     if name in LATER_ENGINES:
+        raise InputError(f"not yet supported: engine {name}", where="--engine", hint="use vllm")
+    if name not in ENGINES:
+        raise unknown_name("engine", name, [*ENGINES, *LATER_ENGINES], where="--engine")
+    if name == "vllm":
+        return Engine(name, vllm_rules(version).version)
+    if version:
         raise InputError(
-            f"not yet supported: engine {name}", where="--engine", hint=f"use {ENGINE}@{ENGINE_VERSION}"
-        )
-    if name != ENGINE:
-        raise unknown_name("engine", name, [ENGINE, *LATER_ENGINES], where="--engine")
-    if version and version != ENGINE_VERSION:
-        raise InputError(
-            f'not yet supported: rules of vLLM "{version}"',
+            f"engine {name} has one set of rules, no version {version}",
             where="--engine",
-            hint=f"use {ENGINE}@{ENGINE_VERSION}",
+            hint=f"write {name}",
         )
+    return Engine(name, "")
 
 
 def size_in_bytes(value: str | int | None, name: str) -> int | None:
@@ -306,145 +300,9 @@ class Resolver(Generic[Options]):
                 shown = list(value) if isinstance(value, tuple) else value
                 self.note(item.name, shown, self._origins.get(item.name, flag(item.name)), given=True)
 
-    def note_engine(self) -> None:
-        """Record whose rules are followed: the ones asked for, or the newest held."""
-        self.choose("engine", ENGINE, "default: the newest rules held")
-        self.settings["engine"] = self.settings["engine"]._replace(value=f"{ENGINE}@{ENGINE_VERSION}")
-
-
-class Serving(NamedTuple):
-    """A deployment with what stands beside it."""
-
-    deployment: Deployment
-    max_num_batched_tokens: int
-    warnings: tuple[str, ...]
-
-
-DEFAULT = f"default of {ENGINE} {ENGINE_VERSION}"
-
-
-def resolve_serving(
-    spec: ModelSpec, resolver: Resolver[Any], *, gpu: Gpu | None, gpu_count: int | None
-) -> Serving:
-    """Fill in what was not given with the engine's and the model's defaults.
-
-    ``gpu_count`` is how many GPUs ``--gpu`` names, None if it does not say. Sequence length and concurrency are
-    left at one sequence of the longest length. Raises `InputError` for settings that the engine refuses.
-    """
-    options = resolver.options
-    warnings: list[str] = []
-    resolver.note_engine()
-    length = _max_model_len(spec, resolver, warnings)
-    by_gpu = f"{DEFAULT} on {gpu.name}" if gpu else f"{DEFAULT} without a known GPU"
-    batch, seqs = choose_batch_limits(
-        resolver,
-        default_batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
-        length,
-        by_gpu,
-    )
-    if batch < seqs:
-        raise InputError(
-            f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
-            where="--max-num-batched-tokens",
-            hint="raise it, or lower --max-num-seqs",
-        )
-    tp = resolver.choose("tensor_parallel_size", gpu_count or 1, DEFAULT)
-    if gpu_count is not None and options.tensor_parallel_size is None:
-        resolver.note("tensor_parallel_size", tp, "--gpu", given=True)
-    if gpu_count is not None and gpu_count != tp:
-        raise InputError(
-            f"{gpu_count} GPUs for tensor parallel size {tp}",
-            where="--gpu",
-            hint=f"name {tp} GPUs, or leave the number out",
-        )
-    check_tensor_parallel(spec, tp)
-    dtype = _dtype(spec, resolver)
-    deployment = Deployment(
-        seq=1,
-        max_model_len=length,
-        dtype=dtype,
-        kv_cache_dtype=_kv_dtype(dtype, resolver),
-        tensor_parallel_size=tp,
-        block_size=resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT),
-        gpu_memory_utilization=resolver.choose(
-            "gpu_memory_utilization", DEFAULT_GPU_MEMORY_UTILIZATION, DEFAULT
-        ),
-        max_num_seqs=seqs,
-        enforce_eager=resolver.choose("enforce_eager", False, DEFAULT),
-        margin=resolver.choose("margin", "mid", "default"),
-        kv_cache_memory_bytes=size_in_bytes(options.kv_cache_memory_bytes, "kv_cache_memory_bytes"),
-        num_gpu_blocks_override=options.num_gpu_blocks_override,
-    )
-    for name in ("kv_cache_memory_bytes", "num_gpu_blocks_override"):
-        if getattr(deployment, name) is not None:
-            resolver.choose(name, None, DEFAULT)
-    return Serving(deployment, batch, tuple(warnings))
-
-
-def choose_batch_limits(
-    resolver: Resolver[Any], defaults: tuple[int, int], max_model_len: int, source: str
-) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
-
-    engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
-    take the longest prompt; no step needs more tokens than all sequences can have.
-    """
-    batch, seqs = defaults
-    if getattr(resolver.options, "enable_chunked_prefill", None) is False:
-        batch = max(batch, max_model_len)
-    batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
-    batch = resolver.choose("max_num_batched_tokens", batch, source)
-    return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
-
-
-def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
-    """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
-    longest = spec.max_position_embeddings
-    asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
-    if longest is None and asked is not None and resolver.options.max_model_len is None:
-        return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
-    if longest is None and resolver.options.max_model_len in (None, "auto"):
-        raise InputError(
-            "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
-        )
-    length: int | str | None = resolver.choose("max_model_len", longest, "the model's maximum")
-    if not isinstance(length, int):
-        assert longest is not None, "checked above"
-        return longest
-    if longest is not None and length > longest:
-        if not spec.rope_scaled:
-            raise InputError(
-                f"max_model_len {length:,} is beyond the model's maximum of {longest:,} tokens",
-                where="--max-model-len",
-                hint=f"use at most {longest}; the engine refuses more unless the model scales its positions",
-            )
-        warnings.append(
-            f"max_model_len {length:,} is beyond the model's {longest:,} tokens: rope scaling is set"
-        )
-    return length
-
-
-def _dtype(spec: ModelSpec, resolver: Resolver[Any]) -> str:
-    dtype = resolver.choose("dtype", "auto", DEFAULT)
-    if dtype == "auto":
-        resolver.spell_out("dtype", spec.dtype, "the model's own")
-        return spec.dtype
-    alias = {"half": "float16", "float": "float32"}.get(dtype, dtype)
-    if alias not in DTYPE_BYTES:
-        raise unknown_name("dtype", dtype, [*DTYPE_BYTES, "auto"], where="--dtype")
-    return alias
-
-
-def _kv_dtype(dtype: str, resolver: Resolver[Any]) -> str:
-    kv_dtype = resolver.choose("kv_cache_dtype", "auto", DEFAULT)
-    if kv_dtype == "auto":
-        resolver.spell_out("kv_cache_dtype", dtype, "as dtype")
-        return dtype
-    if kv_dtype not in KV_DTYPE_BYTES:
-        raise unknown_name(
-            "KV-cache dtype",
-            kv_dtype,
-            [*KV_DTYPE_BYTES, "auto"],
-            where="--kv-cache-dtype",
-        )
-    return kv_dtype
+    def note_engine(self) -> Engine:
+        """Whose rules are followed: the ones asked for, or the newest of vLLM that are held."""
+        engine = parse_engine(self.options.engine)
+        self.choose("engine", engine.label, "default: the newest rules held")
+        self.settings["engine"] = self.settings["engine"]._replace(value=engine.label)
+        return engine

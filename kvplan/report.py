@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
+    from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
@@ -129,6 +130,41 @@ class Report:
         self.console.print(table)
         self._say(f"{report.passed} of {len(report.checks)} checks pass")
 
+    # audit
+
+    def audit(self, result: AuditResult) -> None:
+        """Their figures beside ours, and below the table why they differ."""
+        log = result.log
+        model = "model not known" if log.model is None else literal(log.model)
+        ours = f", sized as {literal(result.sized.model.name)}" if result.sized else ""
+        self._say(f"{log.engine} {literal(log.version or '(version not known)')}: {model}{ours}")
+        settings = ", ".join(f"{name} {literal(found.value)}" for name, found in sorted(log.settings.items()))
+        if settings:
+            self._say(f"from the log: {settings}")
+        table = _table("term", "theirs", "ours", "difference", "line")
+        for line in result.lines:
+            table.add_row(
+                line.term,
+                _audit_figure(line.unit, line.theirs),
+                _audit_figure(line.unit, line.ours),
+                Text(_audit_difference(line), style="" if line.agrees is not False else "bold red"),
+                str(line.line),
+            )
+        self.console.print(table)
+        if log.refusal is not None:
+            self._say(f"the engine gave up (line {log.refusal.line}): {literal(log.refusal.value)}")
+        for line in result.lines:
+            if line.likely_cause is not None and line.difference:
+                self._say(f"{line.term} (line {line.line}): {literal(line.likely_cause)}")
+        estimates = [line.term for line in result.lines if line.agrees is None and line.ours is not None]
+        if estimates:
+            self._say(f"ours are estimates, judged in their sum: {', '.join(estimates)}")
+        compared = sum(line.agrees is not None for line in result.lines)
+        if compared:
+            self._say(f"{compared - result.differing} of {compared} terms agree")
+        else:
+            self._say("no term can be compared")
+
     # catalogues
 
     def models(self, models: Sequence[ModelSpec]) -> None:
@@ -136,14 +172,14 @@ class Report:
         table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention", keep_first=True)
         for m in models:
             parameters = m.weights.parameters
-            kinds = [a.kind for a in m.attention]
+            kinds = [(cache.kind, count) for cache, count in m.attention]
             table.add_row(
                 literal(m.name),
                 "unknown" if parameters is None else f"{parameters / 1e9:,.2f}",
                 str(m.num_layers),
                 f"{m.num_kv_heads} x {m.head_dim}",
                 format_count(m.max_position_embeddings),
-                ", ".join(kinds if len(kinds) == 1 else [f"{a.layers} {a.kind}" for a in m.attention]),
+                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds),
             )
         self.console.print(table)
 
@@ -198,6 +234,24 @@ def _table(*columns: str, keep_first: bool = False) -> Table:
             Text(name), justify="left" if i == 0 else "right", overflow="fold", no_wrap=i == 0 and keep_first
         )
     return table
+
+
+def _audit_figure(unit: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return format_bytes(int(value))
+    return f"{value:,.2f}x" if unit == "times" else f"{value:,}"
+
+
+def _audit_difference(line: AuditLine) -> str:
+    """Theirs less ours; ``=`` where the printed text allows ours."""
+    if line.difference is None or line.ours is None:
+        return "-"
+    if line.low is not None and line.high is not None and line.low <= line.ours <= line.high:
+        return "="
+    sign = "+" if line.difference > 0 else ""
+    return f"{sign}{_audit_figure(line.unit, line.difference)}"
 
 
 def _assumptions(settings: Settings) -> str:

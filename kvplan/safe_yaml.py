@@ -20,8 +20,8 @@ from kvplan.errors import InputError
 # The C parser is some ten times faster; PyYAML may be built without it.
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-#: No file that kvplan reads as YAML is that large; a larger one would only cost memory before it is refused.
-_MAX_BYTES = 16 << 20
+#: No file that kvplan reads as YAML is that large, and each MiB may take a second and 120 MiB of memory.
+_MAX_BYTES = 2 << 20
 
 #: Values that one entry may hold.
 _MAX_VALUES = 100_000
@@ -72,7 +72,9 @@ class Node(NamedTuple):
             key = _key(key_node, file)
             if key in fields:
                 raise InputError(
-                    f'duplicate key "{key}"', where=str(_place(key_node, file)), hint="keep one of the two"
+                    f'duplicate key "{key[:60]}"',
+                    where=str(_place(key_node, file)),
+                    hint="keep one of the two",
                 )
             fields[key] = Node(_place(value_node, file), _place(key_node, file), value_node)
         return fields
@@ -143,6 +145,10 @@ def read_yaml(path: Path, *, name: str | None = None) -> Node:
     """The one document of a file, called ``name`` in errors. Raises `InputError` naming file and line."""
     file = name or str(path)
     try:
+        if not path.is_file() and not path.is_dir() and path.exists():  # would be read for ever
+            raise InputError(
+                "it is a pipe or a device, no file", where=file, hint="write it to a file, and give that"
+            )
         if path.stat().st_size > _MAX_BYTES:
             raise InputError(f"the file is larger than {_MAX_BYTES >> 20} MiB", where=file, hint="split it")
         raw = path.read_bytes()
@@ -152,7 +158,12 @@ def read_yaml(path: Path, *, name: str | None = None) -> Node:
             where=file,
             hint="give a file that exists and can be read",
         ) from error
-    root = _compose(decode(raw, file), file)
+    return parse_yaml(decode(raw, file), file)
+
+
+def parse_yaml(text: str, file: str) -> Node:
+    """The one document of a text, whose file is called ``file`` in errors; raises `InputError` naming its line."""
+    root = _compose(text, file)
     if root is None:
         raise InputError("the file is empty", where=file, hint="write at least one entry")
     place = _place(root, file)
@@ -188,7 +199,9 @@ def parse_scalar(text: str, *, where: str) -> object:
     except InputError:
         node = None  # what YAML finds wrong with it says less than what was asked for
     if not isinstance(node, yaml.ScalarNode):
-        raise InputError(f'"{text}" is no single value', where=where, hint="write a number, a word or true")
+        raise InputError(
+            f'"{text[:60]}" is no single value', where=where, hint="write a number, a word or true"
+        )
     return _scalar(node, where)
 
 
@@ -296,7 +309,7 @@ def _scalar(node: yaml.ScalarNode, where: str) -> object:
     if node.tag == f"{_TAG}int":
         if not _WHOLE_NUMBER.match(text):
             raise InputError(
-                f'"{text}" is no plain decimal number', where=where, hint="write it in decimal digits"
+                f'"{text[:60]}" is no plain decimal number', where=where, hint="write it in decimal digits"
             )
         return int(text.replace("_", ""))
     if node.tag == f"{_TAG}float":
@@ -304,14 +317,14 @@ def _scalar(node: yaml.ScalarNode, where: str) -> object:
             return float(text.replace("_", ""))
         except ValueError as error:  # .inf and sexagesimal forms among them
             raise InputError(
-                f'"{text}" is no plain number', where=where, hint="write it in digits"
+                f'"{text[:60]}" is no plain number', where=where, hint="write it in digits"
             ) from error
     raise _bad_tag(node, where)
 
 
 def _bad_tag(node: yaml.Node, where: str) -> InputError:
     return InputError(
-        f'the tag "{str(node.tag).removeprefix(_TAG)}" is not allowed here',
+        f'the tag "{str(node.tag).removeprefix(_TAG)[:60]}" is not allowed here',
         where=where,
         hint="write plain text, numbers, lists and mappings",
     )

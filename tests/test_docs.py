@@ -97,8 +97,8 @@ def agrees(expected: list[str], seen: list[str]) -> bool:
 
 @pytest.fixture
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what documents name: the workloads, the catalogue, the documents themselves."""
-    for name in ("workloads", "docs"):
+    """A folder with what documents name: the workloads, the catalogue, logs, the documents themselves."""
+    for name in ("workloads", "docs", "tests/logs"):
         shutil.copytree(ROOT / name, tmp_path / name)
     shutil.copy(ROOT / "models.yaml", tmp_path)
     monkeypatch.chdir(tmp_path)

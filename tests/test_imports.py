@@ -27,7 +27,8 @@ SIMULATION = (
     "kvplan.junit",
     "kvplan.plots",
 )
-SIZING = ("kvplan.config", "kvplan.hf_config", "kvplan.safetensors", "kvplan.jobs", "yaml")
+MODEL_FILES = ("kvplan.gguf", "kvplan.gguf_config", "kvplan.hub", "kvplan.safetensors")
+SIZING = ("kvplan.config", "kvplan.hf_config", *MODEL_FILES, "kvplan.jobs", "yaml")
 
 RUN = """
 import sys
@@ -67,7 +68,7 @@ def among(modules: set[str], names: tuple[str, ...]) -> list[str]:
         ("--version", (*HEAVY, *SIMULATION, *SIZING, "rich")),
         ("size --help", (*HEAVY, *SIMULATION, *SIZING, "rich")),
         ("simulate --help", (*HEAVY, *SIMULATION, *SIZING, "rich")),
-        ("size llama-2-13b --json", (*HEAVY, *SIMULATION, "rich")),
+        ("size llama-2-13b --json", (*HEAVY, *SIMULATION, *MODEL_FILES, "rich")),
         ("models --json", (*HEAVY, *SIMULATION, "kvplan.jobs", "kvplan.report", "rich")),
         ("models llama-2-13b --json", (*HEAVY, *SIMULATION, "kvplan.jobs", "kvplan.report", "rich")),
         ("gpus --json", (*HEAVY, *SIMULATION, "kvplan.jobs", "kvplan.report", "rich")),

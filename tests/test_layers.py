@@ -21,7 +21,28 @@ CORE = [name for name in SOURCES if name.startswith("kvplan.core.")]
 
 #: The two chains of the core, lowest first. A module imports from its own chain only what stands lower, and
 #: from the other chain nothing: they meet in whole numbers. The allocator never learns what a model is.
-MEMORY = {"gpu": 0, "model": 0, "architectures": 0, "attention": 1, "weights": 1, "sizing": 2}
+MEMORY = {
+    "gpu": 0,
+    "name_patterns": 0,
+    "quantization": 1,
+    "weights": 2,
+    "kv_cache": 3,
+    "architectures": 3,
+    "kv_groups": 4,
+    "model": 4,
+    "attention": 4,
+    "rotary": 4,
+    "lora": 3,
+    "layouts": 5,
+    "towers": 6,
+    "families": 7,
+    "vllm_rules": 5,
+    "deployment": 5,
+    "overhead": 6,
+    "pool": 6,
+    "sizing": 7,
+    "explain": 8,
+}
 SCHEDULING = {
     "request": 0,
     "content": 1,
@@ -45,7 +66,7 @@ HOMES = {
     "matplotlib": ["kvplan.plots"],
     "numpy": ["kvplan.kernels."],
     "cupy": ["kvplan.kernels."],
-    "huggingface_hub": [],
+    "huggingface_hub": ["kvplan.hub"],
     "msgspec": [],
 }
 
@@ -174,18 +195,28 @@ OUTER = {
     "kvplan.units": ["kvplan.errors"],
     "kvplan.safe_yaml": ["kvplan.errors"],
     "kvplan.safetensors": ["kvplan.errors"],
+    "kvplan.hub": ["kvplan.errors", "kvplan.safetensors"],
+    "kvplan.gguf": ["kvplan.errors"],
+    "kvplan.gguf_config": ["kvplan.errors", "kvplan.gguf", "kvplan.safetensors"],
     "kvplan.catalogue": ["kvplan.errors", "kvplan.safe_yaml"],
     "kvplan.hf_config": ["kvplan.errors", "kvplan.safetensors"],
     "kvplan.config": [
         "kvplan.catalogue",
         "kvplan.errors",
+        "kvplan.gguf",
+        "kvplan.gguf_config",
         "kvplan.hf_config",
+        "kvplan.hub",
         "kvplan.safe_yaml",
         "kvplan.safetensors",
     ],
     "kvplan.trace": ["kvplan.errors"],
     "kvplan.workloads": ["kvplan.trace"],
     "kvplan.options": ["kvplan.errors", "kvplan.units"],
+    "kvplan.python_repr": [],
+    "kvplan.log_lines": [],
+    "kvplan.startup_log": ["kvplan.errors", "kvplan.log_lines", "kvplan.options", "kvplan.python_repr"],
+    "kvplan.calibration": ["kvplan.errors", "kvplan.safe_yaml"],
     "kvplan.shell": ["kvplan.errors", "kvplan.safe_yaml"],
     "kvplan.vllm_flags": [],
     "kvplan.vllm_start": ["kvplan.safe_yaml", "kvplan.shell"],
@@ -209,6 +240,7 @@ OUTER = {
     "kvplan.plots": ["kvplan.errors"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
     "kvplan.report": [
+        "kvplan.jobs.audit",
         "kvplan.jobs.check",
         "kvplan.jobs.simulate",
         "kvplan.jobs.size",

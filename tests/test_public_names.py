@@ -22,6 +22,7 @@ NAMES = [
     "InputError",
     "KvplanError",
     "__version__",
+    "audit",
     "check",
     "list_gpus",
     "list_models",

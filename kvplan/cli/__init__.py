@@ -15,7 +15,7 @@ from typing import NoReturn
 import typer
 
 from kvplan import __version__
-from kvplan.cli import catalogues, check, simulate, size
+from kvplan.cli import audit, catalogues, check, simulate, size
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
 
@@ -28,19 +28,11 @@ _BROKEN_PIPE = 141  # 128 + SIGPIPE, as the shell has it: no verdict was deliver
 _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
 #: Options and commands of the contract that come later, so that asking for one gets a true answer.
 _LATER = {
-    *(
-        "--pipeline-parallel-size",
-        "-pp",
-        "-p",
-        "--data-parallel-size",
-        "-dp",
-        "--decode-context-parallel-size",
-    ),
-    *("--enable-expert-parallel", "--quantization", "-q", "--num-speculative-tokens", "--lengths", "--trace"),
-    *("--suggest", "--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
-    *("--async-scheduling", "--no-async-scheduling", "compare", "trace", "kernel-bench", "audit", "explain"),
+    *("--lengths", "--trace", "--suggest"),
+    *("--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
+    *("compare", "trace", "kernel-bench", "explain"),
 }
-_COMMANDS = ("size", "simulate", "check", "models", "gpus")
+_COMMANDS = ("size", "simulate", "check", "audit", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
@@ -53,6 +45,7 @@ app = typer.Typer(
 size.register(app)
 simulate.register(app)
 check.register(app)
+audit.register(app)
 catalogues.register(app)
 
 

@@ -18,7 +18,10 @@ from kvplan.text import literal
 from kvplan.units import parse_count
 
 Engine = Annotated[
-    str | None, typer.Option("--engine", metavar="NAME[@VERSION]", help="Whose rules: vllm or vllm@0.33.")
+    str | None,
+    typer.Option(
+        "--engine", metavar="NAME[@VERSION]", help="Whose rules, such as vllm@0.24 (the newest vllm)."
+    ),
 ]
 Gpu = Annotated[
     str | None, typer.Option("--gpu", metavar="NAME", help="A GPU of the catalogue, or 8xNAME for eight.")
@@ -36,6 +39,68 @@ TensorParallelSize = Annotated[
     str | None,
     typer.Option("--tensor-parallel-size", "-tp", metavar="N", help="Ranks that share each layer."),
 ]
+PipelineParallelSize = Annotated[
+    str | None,
+    typer.Option("--pipeline-parallel-size", "-pp", metavar="N", help="Stages that share out the layers."),
+]
+DataParallelSize = Annotated[
+    str | None,
+    typer.Option("--data-parallel-size", "-dp", metavar="N", help="Replicas; they share out routed experts."),
+]
+DecodeContextParallelSize = Annotated[
+    str | None,
+    typer.Option(
+        "--decode-context-parallel-size",
+        "-dcp",
+        metavar="N",
+        help="Ranks that share out the tokens of a sequence.",
+    ),
+]
+EnableExpertParallel = Annotated[
+    bool | None,
+    typer.Option("--enable-expert-parallel", help="Whole experts on each rank.", show_default=False),
+]
+Quantization = Annotated[
+    str | None,
+    typer.Option("--quantization", "-q", metavar="METHOD", help="How weights are quantized (the model's)."),
+]
+MambaCacheDtype = Annotated[
+    str | None, typer.Option("--mamba-cache-dtype", help="Of the states of hybrid models (auto).")
+]
+MambaSsmCacheDtype = Annotated[
+    str | None, typer.Option("--mamba-ssm-cache-dtype", help="Of their recurrent part (auto).")
+]
+EnablePrefixCaching = Annotated[
+    bool | None,
+    typer.Option("--enable-prefix-caching/--no-enable-prefix-caching", help="Reuse equal prefixes (on)."),
+]
+DisableHybridKvCacheManager = Annotated[
+    bool | None,
+    typer.Option(
+        "--disable-hybrid-kv-cache-manager/--no-disable-hybrid-kv-cache-manager",
+        help="Keep all tokens of windows too (off).",
+    ),
+]
+AsyncScheduling = Annotated[
+    bool | None,
+    typer.Option("--async-scheduling/--no-async-scheduling", help="Two batches in flight (the engine's)."),
+]
+NumSpeculativeTokens = Annotated[
+    str | None,
+    typer.Option("--num-speculative-tokens", metavar="N", help="Tokens that a draft proposes (none)."),
+]
+SpeculativeMethod = Annotated[
+    str | None,
+    typer.Option("--speculative-method", metavar="NAME", help="How: mtp, eagle3, draft_model, ngram, ..."),
+]
+SpeculativeModel = Annotated[
+    str | None, typer.Option("--speculative-model", metavar="MODEL", help="The draft model.")
+]
+EnableLora = Annotated[
+    bool | None, typer.Option("--enable-lora", help="Keep slots for LoRA adapters.", show_default=False)
+]
+MaxLoras = Annotated[str | None, typer.Option("--max-loras", metavar="N", help="Adapters in a batch (1).")]
+MaxLoraRank = Annotated[str | None, typer.Option("--max-lora-rank", metavar="N", help="Their rank (16).")]
 Dtype = Annotated[
     str | None, typer.Option("--dtype", help="Of weights and activations; auto is the model's own.")
 ]

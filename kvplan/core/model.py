@@ -3,170 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from kvplan.errors import InputError
-
-#: Bytes of one element, by the names that vLLM and Hugging Face configs use.
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
-
-#: Bytes of one KV-cache element. vLLM 0.33 stores per-tensor fp8 scales with the weights, none per
-#: block (v1/kv_cache_interface.py).
-KV_DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
-
-#: How a group of weights is divided among the ranks of tensor parallelism.
-Split = Literal["sharded", "kv_heads", "vocab", "replicated"]
-
-#: vLLM pads the vocabulary to a multiple of this before it divides it among ranks
-#: (model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE).
-VOCAB_PADDING = 64
+from kvplan.core.kv_cache import Cache, LayerCache, describe
+from kvplan.core.weights import Weights
 
 
-class FullAttention(NamedTuple):
-    """Layers that keep keys and values of every token: multi-head, grouped-query or multi-query."""
+class Mlp(NamedTuple):
+    """The feed-forward part of a layer. ``width`` is that of one half of a gated MLP, shared experts included.
 
-    layers: int
-    num_kv_heads: int
-    head_dim: int
-    #: Size of a value where it differs from that of a key (MiMo-V2); None: the same.
-    value_head_dim: int | None = None
-
-    @property
-    def kind(self) -> str:
-        """The name of this kind."""
-        return "full"
-
-    @property
-    def value_size(self) -> int:
-        """Elements of one head's value."""
-        return self.head_dim if self.value_head_dim is None else self.value_head_dim
-
-    def bytes_per_token(self, element_bytes: int, tensor_parallel_size: int = 1) -> int:
-        """Bytes of keys and values of one token in all these layers, on one rank.
-
-        layers x KV heads of the rank x (key size + value size) x element bytes: vLLM 0.33
-        ``AttentionSpec`` in v1/kv_cache_interface.py.
-        """
-        heads = kv_heads_per_rank(self.num_kv_heads, tensor_parallel_size)
-        return self.layers * heads * (self.head_dim + self.value_size) * element_bytes
-
-    def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
-        return {
-            "kind": self.kind,
-            "layers": self.layers,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-        }
-
-
-class OtherAttention(NamedTuple):
-    """Layers of a kind that is known by name but cannot be sized yet, such as ``mla``."""
-
-    kind: str
-    layers: int
-
-    def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
-        return {"kind": self.kind, "layers": self.layers}
-
-
-Attention = FullAttention | OtherAttention
-
-
-class WeightGroup(NamedTuple):
-    """Weights that are divided among ranks in one way.
-
-    ``elements`` counts the whole model once. ``active_elements`` are those that one token uses: fewer
-    than ``elements`` for routed experts, and one row for an embedding table.
+    ``expert_width`` is that of one routed expert, of which a token uses ``experts_per_token``; 0 and 0 without.
     """
 
-    name: str
-    elements: int
-    split: Split
-    active_elements: int
-    #: For ``vocab``: rows of the table, which are padded before they are divided.
-    rows: int = 0
-
-    def elements_per_rank(self, tensor_parallel_size: int, num_kv_heads: int) -> int:
-        """Elements on one rank, with the rows and heads that the engine pads or repeats."""
-        tp = tensor_parallel_size
-        if self.split == "replicated":
-            return self.elements
-        if self.split == "kv_heads":
-            return self.elements // num_kv_heads * kv_heads_per_rank(num_kv_heads, tp)
-        if self.split == "vocab":
-            width = self.elements // self.rows
-            padded = -(-self.rows // VOCAB_PADDING) * VOCAB_PADDING
-            return -(-padded // tp) * width
-        return -(-self.elements // tp)
-
-
-class Weights(NamedTuple):
-    """What the weights of a model amount to and how that is known.
-
-    ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold, where
-    files were read. ``quantization`` names the method of weights that are not held in the model's
-    dtype, such as ``fp8``: their bytes are known from files only.
-    """
-
-    parameters: int | None
-    source: Literal["config", "safetensors", "catalogue"]
-    groups: tuple[WeightGroup, ...] = ()
-    stored_bytes: int | None = None
-    quantization: str | None = None
-
-    @property
-    def active_parameters(self) -> int | None:
-        """Parameters that one token is multiplied with: routed experts counted as far as used."""
-        return sum(g.active_elements for g in self.groups) if self.groups else self.parameters
-
-    @property
-    def head_parameters(self) -> int:
-        """Parameters that only a sampled token is multiplied with: the vocabulary's head, its own or tied."""
-        return sum(g.elements for g in self.groups if g.split == "vocab" and g.active_elements == g.elements)
-
-    def total_bytes(self, dtype: str) -> int | None:
-        """Bytes of all weights once, as they are held on the GPU; None if unknown.
-
-        Quantized weights are held as the files store them. Others are held in ``dtype``, whatever the
-        files hold: vLLM loads a float32 checkpoint in 16 bits.
-        """
-        if self.quantization is not None:
-            return self.stored_bytes
-        return None if self.parameters is None else self.parameters * DTYPE_BYTES[dtype]
-
-    def per_gpu_bytes(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
-        """Bytes on one rank; None if unknown.
-
-        Exact in how each group is divided where the groups account for every parameter. Otherwise the
-        total is divided evenly, rounded up.
-        """
-        total = self.total_bytes(dtype)
-        if total is None or tensor_parallel_size == 1:
-            return total
-        if self.quantization is not None or sum(g.elements for g in self.groups) != self.parameters:
-            return -(-total // tensor_parallel_size)
-        return DTYPE_BYTES[dtype] * sum(
-            g.elements_per_rank(tensor_parallel_size, num_kv_heads) for g in self.groups
-        )
-
-    def bytes_read_per_step(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
-        """Bytes of weights that one rank reads in a step: all but tables of which a token takes one row.
-
-        Every expert counts as read. None if unknown.
-        """
-        held = self.per_gpu_bytes(dtype, tensor_parallel_size, num_kv_heads)
-        if held is None or self.quantization is not None:
-            return held
-        tables = (g for g in self.groups if g.split == "vocab" and g.active_elements < g.elements)
-        skipped = sum(g.elements_per_rank(tensor_parallel_size, num_kv_heads) for g in tables)
-        return held - skipped * DTYPE_BYTES[dtype]
+    width: int
+    gated: bool = True
+    expert_width: int = 0
+    experts_per_token: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model: its shape, attention layers and weights. Lengths are in tokens."""
+    """A model: its shape, what its layers keep, and its weights. Lengths are in tokens.
+
+    ``layers`` has an entry for every cache of every layer, by layer; layers without a cache (an MLP alone, or
+    one that reads another's) have none.
+    """
 
     name: str
     family: str
@@ -180,29 +41,28 @@ class ModelSpec:
     max_position_embeddings: int | None
     rope_scaled: bool
     dtype: str
-    attention: tuple[Attention, ...]
+    layers: tuple[LayerCache, ...]
     weights: Weights
     source: str
     hf_id: str | None = None
     aliases: tuple[str, ...] = ()
+    #: Caches of the model's own layers for multi-token prediction, which only drafts use.
+    draft_layers: tuple[LayerCache, ...] = ()
+    #: None where the config does not say.
+    mlp: Mlp | None = None
+    #: What the checkpoint says its KV cache is to be stored in, such as fp8; None: nothing.
+    kv_cache_dtype: str | None = None
+    #: Tokens that a Mamba kernel works on at once.
+    mamba_chunk_size: int = 2048
 
     @property
-    def full_attention(self) -> tuple[FullAttention, ...]:
-        """The attention layers, if all can be sized; raises `InputError` naming those that cannot."""
-        sizeable = tuple(a for a in self.attention if isinstance(a, FullAttention))
-        if len(sizeable) != len(self.attention):
-            others = ", ".join(
-                f"{a.kind} attention ({a.layers} of {self.num_layers} layers)"
-                for a in self.attention
-                if isinstance(a, OtherAttention)
-            )
-            raise InputError(
-                f"not yet supported: {others}",
-                where=f"model {self.name}",
-                hint="multi-head, grouped-query and multi-query attention can be sized; "
-                "kvplan models lists which models have it",
-            )
-        return sizeable
+    def attention(self) -> tuple[tuple[Cache, int], ...]:
+        """The caches of the layers and how many layers have each, in the order of the first layer of each."""
+        counts: dict[tuple[str, Cache], int] = {}
+        for item in self.layers:
+            key = (item.cache.kind, item.cache)
+            counts[key] = counts.get(key, 0) + 1
+        return tuple((cache, count) for (_, cache), count in counts.items())
 
     def to_dict(self) -> dict[str, object]:
         """The ``model`` block of the JSON contract."""
@@ -216,21 +76,5 @@ class ModelSpec:
             "head_dim": self.head_dim,
             "max_position_embeddings": self.max_position_embeddings,
             "parameters": self.weights.parameters,
-            "attention": [a.to_dict() for a in self.attention],
+            "attention": [{**describe(cache), "layers": count} for cache, count in self.attention],
         }
-
-
-def kv_heads_per_rank(num_kv_heads: int, tensor_parallel_size: int) -> int:
-    """KV heads that one rank holds; heads are repeated when there are more ranks than heads.
-
-    vLLM ``ModelConfig.get_num_kv_heads``: max(1, heads // ranks), where one must divide the other.
-    Raises `InputError` where neither does.
-    """
-    if num_kv_heads % tensor_parallel_size and tensor_parallel_size % num_kv_heads:
-        raise InputError(
-            f"{num_kv_heads} KV heads and tensor parallel size {tensor_parallel_size}: "
-            "neither divides the other",
-            where="--tensor-parallel-size",
-            hint=f"use a size that divides {num_kv_heads} or is a multiple of it",
-        )
-    return max(1, num_kv_heads // tensor_parallel_size)

@@ -1,57 +1,40 @@
-"""Bytes of KV cache, blocks and what fits, by the rules of vLLM 0.33. All byte figures are ints.
+"""Bytes of KV cache, blocks and what fits. All byte figures are ints.
 
-Exact: everything derived from the shape of the model. Estimated: what the engine measures when it starts
-(activations, CUDA graphs, runtime), which is given as a range.
+Exact: everything derived from the shape of the model and the engine's rules. Estimated: what the engine measures
+when it starts (activations, CUDA graphs, runtime), which is given as a range. Every figure is one GPU's unless its
+name or docstring says the whole model's.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from kvplan.core.model import DTYPE_BYTES, KV_DTYPE_BYTES, ModelSpec, kv_heads_per_rank
+from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
+from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
+from kvplan.core.model import ModelSpec
+from kvplan.core.overhead import Overhead
+from kvplan.core.pool import Pool
 from kvplan.errors import InputError
 
-Margin = Literal["low", "mid", "high"]
-
-ENGINE = "vllm"
-ENGINE_VERSION = "0.33"
-
-#: Defaults of vLLM 0.33 (config/cache.py, engine/arg_utils.py).
-DEFAULT_BLOCK_SIZE = 16
-DEFAULT_GPU_MEMORY_UTILIZATION = 0.92
-
-_GIB = 1 << 30
-
-
-class Deployment(NamedTuple):
-    """How a model is served. ``max_model_len`` and ``seq`` are in tokens, ``dtype`` is never "auto" here."""
-
-    seq: int
-    max_model_len: int
-    dtype: str
-    kv_cache_dtype: str
-    concurrency: int = 1
-    tensor_parallel_size: int = 1
-    block_size: int = DEFAULT_BLOCK_SIZE
-    gpu_memory_utilization: float = DEFAULT_GPU_MEMORY_UTILIZATION
-    max_num_seqs: int = 256
-    enforce_eager: bool = False
-    margin: Margin = "mid"
-    kv_cache_memory_bytes: int | None = None
-    num_gpu_blocks_override: int | None = None
+#: A length that no sequence reaches: what windows and states come to once they are full.
+_ENDLESS = 10**12
+#: Tokens over which the growth of compressed caches is whole.
+_GROWTH_SPAN = 128
 
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """Layers that share one block table. ``page_bytes`` is one block of one layer."""
+    """Layers that share one block table. ``page_bytes`` is one block of one layer; None where they differ."""
 
     kind: str
     layers: int
     padded_layers: int
     block_size: int
-    page_bytes: int
+    page_bytes: int | None
     blocks_per_sequence: int
 
 
@@ -70,7 +53,7 @@ class KvBytes:
 
 @dataclass(frozen=True, slots=True)
 class KvSizes(KvBytes):
-    """The ``kv`` block of the JSON contract: the whole model once, and beside it one rank."""
+    """The ``kv`` block of the JSON contract: the whole model once, and beside it the limiting rank."""
 
     dtype: str
     block_size: int
@@ -80,7 +63,7 @@ class KvSizes(KvBytes):
 
 @dataclass(frozen=True, slots=True)
 class WeightSizes:
-    """The ``weights`` block of the JSON contract."""
+    """The ``weights`` block of the JSON contract: the whole model once, and the largest rank."""
 
     parameters: int | None
     total_bytes: int | None
@@ -100,29 +83,15 @@ class GpuBudget:
 
 
 @dataclass(frozen=True, slots=True)
-class Overhead:
-    """Bytes on each GPU beside weights and KV: a rough estimate, ``low`` to ``high`` for the sum."""
-
-    activations: int
-    cuda_graphs: int
-    runtime: int
-    low: int
-    high: int
-
-    def total(self, margin: Margin) -> int:
-        """The sum at that end of the range."""
-        if margin == "low":
-            return self.low
-        return self.high if margin == "high" else self.activations + self.cuda_graphs + self.runtime
-
-
-@dataclass(frozen=True, slots=True)
 class Rank:
-    """One stage of the pipeline (all ranks of a stage are alike)."""
+    """One stage of the pipeline (all ranks of a stage are alike). ``num_blocks``: before the smallest rank decides."""
 
     stage: int
     layers: int
     weights_bytes: int | None
+    overhead_bytes: int | None
+    available_kv_bytes: int
+    bytes_per_token: int
     bytes_per_block: int
     num_blocks: int
 
@@ -145,191 +114,229 @@ class Capacity:
     max_model_len_that_fits: int
     headroom_bytes: int
     headroom_share: float | None
+    next_block_bytes: int
     sequences_share_of_memory: float | None
     weights_share_of_memory: float | None
     ranks: tuple[Rank, ...]
     limiting_rank: int
-    suggestions: tuple[dict[str, str], ...]
+    suggestions: tuple[dict[str, object], ...]
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
 
 
 def check_tensor_parallel(spec: ModelSpec, size: int) -> None:
-    """Refuse a tensor parallel size that vLLM refuses; raises `InputError`."""
+    """Refuse a tensor parallel size that vLLM refuses; raises `InputError`.
+
+    config/model.py ``verify_with_parallel_config``; KV heads that neither divide nor are divided are refused where
+    their bytes are counted.
+    """
     if spec.num_heads % size:
         raise InputError(
             f"{spec.num_heads} attention heads cannot be divided among {size} ranks",
             where="--tensor-parallel-size",
             hint=f"use a size that divides {spec.num_heads}",
         )
-    kv_heads_per_rank(spec.num_kv_heads, size)
 
 
-def kv_sizes(spec: ModelSpec, deployment: Deployment) -> KvSizes:
-    """KV bytes of a model with full attention. Raises `InputError` for kinds that cannot be sized yet."""
-    tp = deployment.tensor_parallel_size
-    whole, rank = _kv_bytes(spec, deployment, 1), _kv_bytes(spec, deployment, tp)
-    return KvSizes(
-        **{item.name: getattr(whole, item.name) for item in fields(whole)},
-        dtype=deployment.kv_cache_dtype,
-        block_size=deployment.block_size,
-        cluster_bytes_per_token=rank.bytes_per_token * tp,
-        per_gpu=rank,
+class Plan:
+    """How the KV cache of a deployment is laid out: the engine's pool, and what of it each stage holds."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        deployment: Deployment,
+        make_pool: Callable[[ModelSpec, Deployment, CacheFormat | None], Pool],
+        stages: Sequence[Stage] | None = None,
+    ) -> None:
+        """``make_pool`` is the engine's; ``stages`` replaces its split of the layers."""
+        self.spec = spec
+        self.deployment = deployment
+        self.pool = make_pool(spec, deployment, None)
+        self.stages = tuple(stages or pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size))
+        self._whole_form = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
+        self._whole = make_pool(spec, deployment, self._whole_form)
+
+    @property
+    def layers(self) -> tuple[LayerCache, ...]:
+        """The caches of the model's layers and of the draft's."""
+        return (*self.spec.layers, *self.deployment.drafts)
+
+    def kv_sizes(self, limiting: Stage) -> KvSizes:
+        """The ``kv`` block, with the rank of that stage."""
+        deployment = self.deployment
+        whole = self._kv_bytes(self._whole, self._whole_form, None)
+        ranks = deployment.tensor_parallel_size
+        cluster = sum(self._growth(self.deployment.cache, stage) for stage in self.stages) * ranks
+        return KvSizes(
+            **{item.name: getattr(whole, item.name) for item in fields(whole)},
+            dtype=deployment.cache.kv_cache_dtype,
+            block_size=self.pool.block_size,
+            cluster_bytes_per_token=math.ceil(cluster),
+            per_gpu=self._kv_bytes(self.pool, deployment.cache, limiting),
+        )
+
+    def bytes_per_token(self, stage: Stage) -> int:
+        """Growth of a stage's caches per token, once windows are full; rounded up."""
+        return math.ceil(self._growth(self.deployment.cache, stage))
+
+    def _kv_bytes(self, pool: Pool, form: CacheFormat, stage: Stage | None) -> KvBytes:
+        seq = self.deployment.seq
+        caches = [item.cache for item in self.layers if stage is None or stage.holds(item.layer)]
+        sequence = sum(cache.payload_bytes(seq, form) for cache in caches)
+        block = pool.bytes_per_block(stage)
+        return KvBytes(
+            bytes_per_token=math.ceil(self._growth(form, stage)),
+            fixed_bytes_per_sequence=sum(
+                cache.payload_bytes(_ENDLESS, form) for cache in caches if not isinstance(cache, WHOLE)
+            ),
+            bytes_per_block=block,
+            bytes_per_sequence=sequence,
+            allocated_bytes_per_sequence=block * pool.blocks(seq),
+            total_bytes=sequence * self.deployment.concurrency,
+            groups=tuple(
+                KvGroup(
+                    kind="+".join(group.kinds),
+                    layers=group.layers,
+                    padded_layers=group.padded_layers,
+                    block_size=group.block_size,
+                    page_bytes=group.page_bytes,
+                    blocks_per_sequence=group.blocks_per_sequence,
+                )
+                for group in pool.groups(seq)
+            ),
+        )
+
+    def _growth(self, form: CacheFormat, stage: Stage | None) -> Fraction:
+        span = _GROWTH_SPAN * form.decode_context_parallel_size
+        return sum(
+            (
+                Fraction(item.cache.payload_bytes(span, form), span)
+                for item in self.layers
+                if isinstance(item.cache, WHOLE) and (stage is None or stage.holds(item.layer))
+            ),
+            Fraction(0),
+        )
+
+
+def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int | None:
+    """Bytes of weights on the largest rank of a stage, a draft's and LoRA's included; None if unknown."""
+    alone = deployment.pipeline_parallel_size == 1
+    held = spec.weights.rank_bytes(
+        deployment.dtype,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        num_kv_heads=spec.num_kv_heads,
+        data_parallel_size=deployment.data_parallel_size,
+        enable_expert_parallel=deployment.enable_expert_parallel,
+        first_layer=stage.first,
+        end_layer=None if alone else stage.end,
+        is_first=stage.is_first,
+        is_last=stage.is_last,
+        drafts=deployment.speculative_method == "mtp",
     )
+    if held is None:
+        return None
+    return held + (deployment.draft_weights_bytes if stage.is_last else 0)
 
 
-def _kv_bytes(spec: ModelSpec, deployment: Deployment, tensor_parallel_size: int) -> KvBytes:
-    """What one of so many ranks holds; of one: the whole model."""
-    element = KV_DTYPE_BYTES[deployment.kv_cache_dtype]
-    block_size = deployment.block_size
-    blocks = blocks_for(deployment.seq, block_size)
-    per_token = [(a, a.bytes_per_token(element, tensor_parallel_size)) for a in spec.full_attention]
-    bytes_per_token = sum(size for _, size in per_token)
-    sequence = bytes_per_token * deployment.seq
-    return KvBytes(
-        bytes_per_token=bytes_per_token,
-        fixed_bytes_per_sequence=0,  # full attention keeps nothing of fixed size
-        bytes_per_block=bytes_per_token * block_size,
-        bytes_per_sequence=sequence,
-        allocated_bytes_per_sequence=bytes_per_token * block_size * blocks,
-        total_bytes=sequence * deployment.concurrency,
-        groups=tuple(
-            KvGroup(
-                kind=a.kind,
-                layers=a.layers,
-                padded_layers=a.layers,
-                block_size=block_size,
-                page_bytes=size * block_size // a.layers,
-                blocks_per_sequence=blocks,
-            )
-            for a, size in per_token
-        ),
-    )
-
-
-def blocks_for(tokens: int, block_size: int) -> int:
-    """Blocks that hold ``tokens`` tokens."""
-    return -(-tokens // block_size)
-
-
-def weight_sizes(spec: ModelSpec, deployment: Deployment) -> WeightSizes:
-    """Bytes of the weights, in all and on one rank."""
+def weight_sizes(spec: ModelSpec, deployment: Deployment, stages: Sequence[Stage]) -> WeightSizes:
+    """Bytes of the weights, in all and on the largest rank."""
+    held = [stage_weights(spec, deployment, stage) for stage in stages]
+    known = [size for size in held if size is not None]
     return WeightSizes(
         parameters=spec.weights.parameters,
         total_bytes=spec.weights.total_bytes(deployment.dtype),
-        per_gpu_bytes=spec.weights.per_gpu_bytes(
-            deployment.dtype, deployment.tensor_parallel_size, spec.num_kv_heads
-        ),
+        per_gpu_bytes=max(known) if len(known) == len(held) else None,
         dtype=deployment.dtype,
         source=spec.weights.source,
     )
 
 
-def estimate_overhead(spec: ModelSpec, deployment: Deployment, max_num_batched_tokens: int) -> Overhead:
-    """A rough estimate of what the engine measures when it starts, in bytes on each GPU.
+class Budget(NamedTuple):
+    """Where the memory for KV comes from: a GPU's with the overhead of each stage, or what the deployment gives."""
 
-    Read off start-up logs of vLLM 0.17 to 0.19 on H100 (llm-d-planner, accuracy/results): the peak is the
-    sampler's, about 14.4 bytes for each sequence and vocabulary entry, or that of the forward pass, about nine
-    times the hidden states (a gated MLP's halves and their product, 2.7 to 3.5 times as wide), plus two copies
-    of them; CUDA graphs take about 0.25 GiB and 18 MiB a layer; the runtime 0.25 GiB, with several ranks 2.1 GiB.
-    ``low`` and ``high`` are 0.6 and 1.5 times the sum, wide enough for every one of those logs;
-    benchmarks/overhead_against_logs.py compares.
-    """
-    tokens = max_num_batched_tokens
-    sampler = 144 * deployment.max_num_seqs * spec.vocab_size // 10
-    hidden = tokens * spec.hidden_size * DTYPE_BYTES[deployment.dtype]
-    forward = 9 * hidden // deployment.tensor_parallel_size
-    activations = max(sampler, forward) + 2 * hidden
-    graphs = 0 if deployment.enforce_eager else _GIB // 4 + spec.num_layers * 18 * (1 << 20)
-    runtime = _GIB // 4 if deployment.tensor_parallel_size == 1 else 21 * _GIB // 10
-    total = activations + graphs + runtime
-    return Overhead(activations, graphs, runtime, low=total * 6 // 10, high=total * 15 // 10)
+    gpu: GpuBudget | None
+    #: Of each stage; empty where KV memory or blocks are given.
+    overheads: tuple[Overhead, ...]
 
 
-def plan_capacity(
-    spec: ModelSpec,
-    deployment: Deployment,
-    kv: KvSizes,
-    weights: WeightSizes,
-    *,
-    gpu: GpuBudget | None,
-    max_num_batched_tokens: int,
-) -> Capacity:
+def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     """What fits into a GPU's budget, a given KV memory or a given number of blocks.
 
     ``fits``: the engine starts at ``max_model_len`` and ``concurrency`` sequences of ``seq`` tokens are resident
-    at once. vLLM 0.33: requested = ceil(memory x utilization) (v1/worker/gpu_worker.py), blocks =
-    available // bytes per block with one null block (v1/core/kv_cache_utils.py). Raises `InputError` if the weights'
-    size is needed and not known.
+    at once. vLLM: requested = ceil(memory x utilization) (v1/worker/gpu_worker.py), blocks = available // bytes per
+    block on each rank, and the smallest rank decides (v1/core/kv_cache_planning.py). Raises `InputError` if the
+    weights' size is needed and not known.
     """
-    overhead: Overhead | None = None
-    if deployment.num_gpu_blocks_override is not None:
-        blocks = dict.fromkeys(_MARGINS, deployment.num_gpu_blocks_override)
-        available = deployment.num_gpu_blocks_override * kv.per_gpu.bytes_per_block
-    elif deployment.kv_cache_memory_bytes is not None:
-        available = deployment.kv_cache_memory_bytes
-        blocks = dict.fromkeys(_MARGINS, available // kv.per_gpu.bytes_per_block)
-    else:
-        assert gpu is not None, "the caller gives some budget"
-        if weights.per_gpu_bytes is None:
-            raise InputError(
-                "the size of the weights is not known",
-                where=f"model {spec.name}",
-                hint="give a folder with its *.safetensors files, or --kv-cache-memory-bytes",
-            )
-        overhead = estimate_overhead(spec, deployment, max_num_batched_tokens)
-        left = math.ceil(gpu.memory_bytes * deployment.gpu_memory_utilization) - weights.per_gpu_bytes
-        available = left - overhead.total(deployment.margin)
-        blocks = {m: max(0, (left - overhead.total(m)) // kv.per_gpu.bytes_per_block) for m in _MARGINS}
-    verdicts = {m: _verdict(count, deployment) for m, count in blocks.items()}
-    if overhead is None and gpu is not None and weights.per_gpu_bytes is not None:
-        needed = weights.per_gpu_bytes + blocks[deployment.margin] * kv.per_gpu.bytes_per_block
-        if needed > gpu.memory_bytes:  # a given pool bypasses the budget, not the memory
-            too_much = _Verdict(
-                False, f"weights and KV need {needed:,} bytes on each GPU, which has {gpu.memory_bytes:,}"
-            )
-            verdicts = dict.fromkeys(_MARGINS, too_much)
-    chosen = verdicts[deployment.margin]
-    num_blocks = blocks[deployment.margin]
-    usable = max(0, num_blocks - 1)
-    per_sequence = blocks_for(deployment.seq, deployment.block_size)
+    deployment, pool = plan.deployment, plan.pool
+    weights = [stage_weights(plan.spec, deployment, stage) for stage in plan.stages]
+    by_margin = {margin: _stage_blocks(plan, budget, weights, margin) for margin in MARGINS}
+    verdicts = {margin: _verdict(plan, blocks) for margin, blocks in by_margin.items()}
+    if not budget.overheads and budget.gpu is not None:
+        verdicts = {
+            margin: _within_memory(plan, budget.gpu, weights, by_margin[margin], verdict)
+            for margin, verdict in verdicts.items()
+        }
+    chosen, blocks = verdicts[deployment.margin], by_margin[deployment.margin]
+    num_blocks = max(0, min(item.num_blocks for item in blocks))
+    limiting = min(range(len(blocks)), key=lambda i: blocks[i].num_blocks)
+    usable = max(0, num_blocks - pool.null_blocks)
+    per_sequence = pool.blocks(deployment.seq)
+    tokens, concurrency = pool.token_line(num_blocks, deployment.max_model_len)
     spare = usable - deployment.concurrency * per_sequence
-    concurrency = num_blocks / blocks_for(deployment.max_model_len, deployment.block_size)
-    limit = spec.max_position_embeddings or usable * deployment.block_size
-    memory = gpu.memory_bytes if gpu else None
+    block_bytes = pool.bytes_per_block(plan.stages[limiting])
+    memory = budget.gpu.memory_bytes if budget.gpu else None
+    per_gpu = plan.kv_sizes(plan.stages[limiting]).per_gpu
+    held = weights[limiting]
+    available = blocks[limiting].available_kv_bytes
     return Capacity(
         fits=chosen.fits,
         fits_confidence="exact"
-        if overhead is None
+        if not budget.overheads
         else "likely"
-        if len({v.fits for v in verdicts.values()}) == 1
+        if len({verdict.fits for verdict in verdicts.values()}) == 1
         else "uncertain",
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
         available_kv_bytes=available,
-        overhead_bytes=overhead,
+        overhead_bytes=budget.overheads[limiting] if budget.overheads else None,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,
-        # vLLM multiplies the float too (v1/core/kv_cache_utils.py), so this is its figure to the token.
-        kv_cache_tokens=int(concurrency * deployment.max_model_len),
+        kv_cache_tokens=tokens,
         max_concurrency=concurrency,
-        concurrent_sequences=usable // per_sequence,
-        max_model_len_that_fits=min(usable * deployment.block_size, max(limit, deployment.max_model_len)),
-        headroom_bytes=spare * kv.per_gpu.bytes_per_block,
+        concurrent_sequences=usable // per_sequence if per_sequence else 0,
+        max_model_len_that_fits=_longest_that_fits(plan, num_blocks),
+        headroom_bytes=spare * block_bytes,
         headroom_share=spare / usable if usable else None,
-        sequences_share_of_memory=kv.per_gpu.total_bytes / memory if memory else None,
-        weights_share_of_memory=weights.per_gpu_bytes / memory if memory and weights.per_gpu_bytes else None,
-        ranks=(Rank(0, spec.num_layers, weights.per_gpu_bytes, kv.per_gpu.bytes_per_block, num_blocks),),
-        limiting_rank=0,
-        suggestions=(),  # none was asked for
-        exact=_EXACT if overhead is not None else (*_EXACT, *_ESTIMATED[1:]),
-        estimated=_ESTIMATED if overhead is not None else (),
+        next_block_bytes=block_bytes - available % block_bytes if block_bytes else 0,
+        sequences_share_of_memory=per_gpu.total_bytes / memory if memory else None,
+        weights_share_of_memory=held / memory if memory and held is not None else None,
+        ranks=tuple(
+            Rank(
+                stage=i,
+                layers=stage.end - stage.first,
+                weights_bytes=weights[i],
+                overhead_bytes=budget.overheads[i].total(deployment.margin) if budget.overheads else None,
+                available_kv_bytes=blocks[i].available_kv_bytes,
+                bytes_per_token=plan.bytes_per_token(stage),
+                bytes_per_block=pool.bytes_per_block(stage),
+                num_blocks=max(0, blocks[i].num_blocks),
+            )
+            for i, stage in enumerate(plan.stages)
+        ),
+        limiting_rank=limiting,
+        suggestions=(),
+        exact=_EXACT if budget.overheads else (*_EXACT, *_ESTIMATED[1:]),
+        estimated=_ESTIMATED if budget.overheads else (),
     )
 
 
-_MARGINS: tuple[Margin, ...] = ("low", "mid", "high")
 _EXACT = ("kv", "weights")
 _ESTIMATED = ("overhead_bytes", "available_kv_bytes", "num_gpu_blocks", "kv_cache_tokens", "max_concurrency")
+
+
+class _StageBlocks(NamedTuple):
+    available_kv_bytes: int
+    num_blocks: int
 
 
 class _Verdict(NamedTuple):
@@ -337,13 +344,63 @@ class _Verdict(NamedTuple):
     reason: str
 
 
-def _verdict(num_blocks: int, deployment: Deployment) -> _Verdict:
-    usable = num_blocks - 1
-    longest = blocks_for(deployment.max_model_len, deployment.block_size)
-    needed = deployment.concurrency * blocks_for(deployment.seq, deployment.block_size)
-    if num_blocks <= 1:
-        return _Verdict(False, "there is no room for a block of KV beside the null block")
-    if longest > usable:
+def _stage_blocks(
+    plan: Plan, budget: Budget, weights: Sequence[int | None], margin: Margin
+) -> list[_StageBlocks]:
+    """Memory for KV and blocks of each stage, at one end of the estimated overhead."""
+    deployment, found = plan.deployment, []
+    for i, stage in enumerate(plan.stages):
+        block = plan.pool.bytes_per_block(stage)
+        if deployment.num_gpu_blocks_override is not None:
+            blocks = deployment.num_gpu_blocks_override
+            found.append(_StageBlocks(blocks * block, blocks))
+            continue
+        if deployment.kv_cache_memory_bytes is not None:
+            available = deployment.kv_cache_memory_bytes
+        else:
+            assert budget.gpu is not None, "the caller gives some budget"
+            held = weights[i]
+            if held is None:
+                raise InputError(
+                    "the size of the weights is not known",
+                    where=f"model {plan.spec.name}",
+                    hint="give a folder with its *.safetensors files, or --kv-cache-memory-bytes",
+                )
+            requested = math.ceil(budget.gpu.memory_bytes * deployment.gpu_memory_utilization)
+            lora = deployment.lora_bytes[i] if deployment.lora_bytes else 0
+            available = requested - held - lora - budget.overheads[i].total(margin)
+        found.append(_StageBlocks(available, available // block if block else 1))
+    return found
+
+
+def _within_memory(
+    plan: Plan,
+    gpu: GpuBudget,
+    weights: Sequence[int | None],
+    blocks: Sequence[_StageBlocks],
+    verdict: _Verdict,
+) -> _Verdict:
+    """A given pool bypasses the budget, but not the memory of the GPU."""
+    num_blocks = min(item.num_blocks for item in blocks)
+    for stage, held in zip(plan.stages, weights, strict=True):
+        needed = (held or 0) + num_blocks * plan.pool.bytes_per_block(stage)
+        if needed > gpu.memory_bytes:
+            return _Verdict(
+                False, f"weights and KV need {needed:,} bytes on each GPU, which has {gpu.memory_bytes:,}"
+            )
+    return verdict
+
+
+def _verdict(plan: Plan, stages: Sequence[_StageBlocks]) -> _Verdict:
+    deployment, pool = plan.deployment, plan.pool
+    num_blocks = min(item.num_blocks for item in stages)
+    usable = num_blocks - pool.null_blocks
+    longest = pool.blocks(deployment.max_model_len)
+    needed = deployment.concurrency * pool.blocks(deployment.seq)
+    if usable < 1:
+        beside = " beside the null block" if pool.null_blocks else ""
+        return _Verdict(False, f"there is no room for a block of KV{beside}")
+    if longest > pool.start_check_blocks(num_blocks):
         return _Verdict(
             False,
             f"a sequence of max_model_len {deployment.max_model_len:,} needs "
@@ -368,78 +425,16 @@ def _verdict(num_blocks: int, deployment: Deployment) -> _Verdict:
     )
 
 
-def default_batch_limits(memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)`` that vLLM 0.33 starts from for a server on this GPU.
-
-    engine/arg_utils.py ``get_batch_defaults``: 160 GiB and more 16384 and 1024; 70 GiB and more, but not A100, 8192
-    and 1024; else, and without a known GPU, 2048 and 256.
-    """
-    memory = memory_bytes or 0
-    if memory >= 160 * _GIB:
-        return 16384, 1024
-    if memory >= 70 * _GIB and "a100" not in gpu_name.lower():
-        return 8192, 1024
-    return 2048, 256
-
-
-def explain(
-    spec: ModelSpec, deployment: Deployment, kv: KvSizes, weights: WeightSizes, capacity: Capacity | None
-) -> list[str]:
-    """Each formula with this model's numbers, a line each; the last one is the verdict or the total."""
-    element = KV_DTYPE_BYTES[deployment.kv_cache_dtype]
-    tp = deployment.tensor_parallel_size
-    lines = [
-        f"bytes per token = layers x KV heads x (key + value size) x element bytes = "
-        f"{a.layers} x {a.num_kv_heads} x ({a.head_dim} + {a.value_size}) x {element} = {a.bytes_per_token(element):,}"
-        for a in spec.full_attention
-    ]
-    lines.append(
-        f"bytes per block = bytes per token x block size = {kv.bytes_per_token:,} x {kv.block_size} = "
-        f"{kv.bytes_per_block:,}"
-    )
-    lines.append(
-        f"bytes per sequence = bytes per token x tokens = {kv.bytes_per_token:,} x {deployment.seq:,} = "
-        f"{kv.bytes_per_sequence:,}"
-    )
-    if tp > 1:
-        heads = kv_heads_per_rank(spec.num_kv_heads, tp)
-        lines.append(
-            f"per GPU: max(1, {spec.num_kv_heads} KV heads // {tp} ranks) = {heads} heads, "
-            f"{kv.per_gpu.bytes_per_token:,} bytes per token, {kv.per_gpu.bytes_per_block:,} per block"
-        )
-    if weights.total_bytes is not None and weights.parameters is not None:
-        lines.append(
-            f"weights = {weights.parameters:,} parameters = {weights.total_bytes:,} bytes ({weights.source}), "
-            f"{weights.per_gpu_bytes:,} per GPU"
-        )
-    total = (
-        f"total = bytes per sequence x concurrency = {kv.bytes_per_sequence:,} x {deployment.concurrency:,} = "
-        f"{kv.total_bytes:,}"
-    )
-    lines.append(total)
-    if capacity is not None:
-        lines += _explain_capacity(deployment, kv, weights, capacity)
-    return lines
-
-
-def _explain_capacity(
-    deployment: Deployment, kv: KvSizes, weights: WeightSizes, capacity: Capacity
-) -> list[str]:
-    lines = []
-    overhead = capacity.overhead_bytes
-    if overhead is not None:
-        lines.append(
-            f"overhead ({deployment.margin}, estimated) = activations {overhead.activations:,} + CUDA graphs "
-            f"{overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to {overhead.high:,}"
-        )
-        lines.append(
-            f"available for KV = ceil(memory x {deployment.gpu_memory_utilization}) - weights "
-            f"{weights.per_gpu_bytes:,} - overhead {overhead.total(deployment.margin):,} = "
-            f"{capacity.available_kv_bytes:,}"
-        )
-    lines.append(
-        f"blocks = available // bytes per block = {capacity.available_kv_bytes:,} // {kv.per_gpu.bytes_per_block:,} = "
-        f"{capacity.num_gpu_blocks:,}, one of them the null block"
-    )
-    lines.append(f"fits: {'yes' if capacity.fits else 'no'}: {capacity.reason}")
-    return lines
+def _longest_that_fits(plan: Plan, num_blocks: int) -> int:
+    """The longest sequence that the engine would start with, by bisection as the engine itself searches; 0: none."""
+    room = plan.pool.start_check_blocks(num_blocks)
+    limit = plan.spec.max_position_embeddings or max(1, room) * plan.pool.block_size
+    longest = max(limit, plan.deployment.max_model_len)
+    low, high = 0, longest
+    while low < high:
+        middle = (low + high + 1) // 2
+        if plan.pool.blocks(middle) <= room:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -1,150 +1,335 @@
-"""How many parameters a decoder has, counted from its config.
+"""What the weights of a model are, and how many of their bytes one rank holds.
 
-The layout of each architecture is data in `kvplan.core.architectures`; this module only multiplies.
-Groups follow how vLLM 0.33 divides weights under tensor parallelism (model_executor/layers/linear.py,
-vocab_parallel_embedding.py, fused_moe): column- and row-parallel matrices are sharded, K and V
-projections follow the KV heads, vocabulary tables are padded and sharded, and norms, routers, learned
-positions and the biases after row-parallel matrices are on every rank.
+A model's weights are a list of `WeightGroup`: one module each, in all the layers that have it.
+`kvplan.core.layouts` makes the list; here it is divided among ranks, by the rules of vLLM 0.33
+(model_executor/layers/linear.py, vocab_parallel_embedding.py, fused_moe/config.py and
+distributed/utils.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvplan.core.architectures import ARCHITECTURES, Experts, Layout, is_on, number
-from kvplan.core.model import Split, WeightGroup
+if TYPE_CHECKING:  # most models are not quantized, and need not wait for it
+    from kvplan.core.quantization import Quantization, Scheme
+
+#: Bytes of one element, by the names that vLLM and Hugging Face configs use.
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+
+#: vLLM pads the vocabulary to a multiple of this before it divides it among ranks
+#: (model_executor/layers/vocab_parallel_embedding.py, DEFAULT_VOCAB_PADDING_SIZE).
+VOCAB_PADDING = 64
+
+#: How a matrix is divided among the ranks of tensor parallelism: its rows (a column-parallel layer, in
+#: PyTorch's words), its columns (a row-parallel one), its rows with the key/value heads that they belong to,
+#: its rows after padding the vocabulary, or not at all.
+Split = Literal["rows", "columns", "kv_heads", "vocab", "replicated"]
+
+#: Which stages of a pipeline hold a group: those of its layers, the first, the last, both ends (a tied
+#: table), every one (a table that vLLM's class of the model builds without asking for the stage), or none
+#: unless the model drafts its own tokens.
+Place = Literal["layers", "first", "last", "ends", "all", "draft"]
+
+#: What a group is used for. ``linear`` layers, ``experts`` and a ``head`` are multiplied with, and so are ``plain``
+#: matrices, which no quantization touches (routers, convolutions); of a ``table`` a token takes one row; a
+#: ``vector`` is a norm, a bias or another small parameter. ``tower`` is all that encodes images or sound.
+Kind = Literal["linear", "experts", "plain", "head", "table", "vector", "tower"]
 
 
-def weight_groups(architecture: str, config: Mapping[str, object]) -> tuple[WeightGroup, ...]:
-    """The parameter groups of a decoder-only model; empty where kvplan cannot count the architecture.
+class WeightGroup(NamedTuple):
+    """One weight of ``rows`` x ``columns`` elements, as often as the model has it.
 
-    ``config`` has the fields of a Hugging Face config under Llama's names, with ``head_dim``,
-    ``num_key_value_heads`` and ``intermediate_size`` filled in, as `kvplan.hf_config.read_fields`
-    returns it. Layers for multi-token prediction and vision towers are not counted.
+    ``name`` is the module's path, inside its layer where it has layers. ``copies`` of it are in each layer:
+    the experts of a layer, of which one token uses ``used``.
     """
-    known = ARCHITECTURES.get(architecture)
-    if known is None or known.layout is None:
-        return ()
-    count = _Count()
-    _add_embeddings(count, known.layout, config)
-    _add_attention(count, known.layout, config)
-    experts = known.layout.experts
-    layers = number(config, "num_hidden_layers")
-    sparse_layers = experts.layers(config) if experts else 0
-    if layers > sparse_layers:
-        width = number(config, "intermediate_size") // known.layout.mlp_width_divisor
-        _add_mlp(count, "mlp", known.layout, config, width=width, layers=layers - sparse_layers)
-    if experts and sparse_layers:
-        _add_experts(count, experts, known.layout, config, sparse_layers)
-    return count.groups()
+
+    name: str
+    rows: int
+    columns: int = 1
+    split: Split = "replicated"
+    kind: Kind = "vector"
+    place: Place = "layers"
+    layers: tuple[int, ...] = ()
+    copies: int = 1
+    used: int = 1
+    #: Heads that the rows of a ``kv_heads`` split belong to; 0: the model's key/value heads.
+    heads: int = 0
+    #: Bytes of an element that is not held in the model's dtype.
+    element_bytes: int | None = None
+    #: Whether it counts as parameters of the model. Drafts and buffers do not, nor do towers of models that
+    #: transformers has a class without towers for (Llama-4, Qwen3.5).
+    is_parameter: bool = True
+
+    @property
+    def repeats(self) -> int:
+        """How many layers have it; 1 for what is in none."""
+        return len(self.layers) or 1
+
+    @property
+    def elements(self) -> int:
+        """Elements in the whole model, each counted once."""
+        return self.rows * self.columns * self.copies * self.repeats
+
+    @property
+    def active_elements(self) -> int:
+        """Elements that one token uses: of routed experts as many as are used, one row of a table."""
+        if self.kind == "table":
+            return self.columns
+        return self.rows * self.columns * self.used * self.repeats
+
+    def on_rank(self, ranks: Ranks) -> tuple[int, int, int]:
+        """Copies, rows and columns on one rank, with the rows and heads that the engine pads or repeats.
+
+        Where a size is no multiple of the ranks, the largest rank counts.
+        """
+        tp = ranks.tensor_parallel_size
+        copies, rows, columns = self.copies, self.rows, self.columns
+        if self.kind == "experts":
+            tp *= ranks.data_parallel_size
+            if ranks.enable_expert_parallel:
+                return ceil_div(copies, tp), rows, columns
+        if self.split == "rows":
+            rows = ceil_div(rows, tp)
+        elif self.split == "columns":
+            columns = ceil_div(columns, tp)
+        elif self.split == "kv_heads":
+            heads = self.heads or ranks.num_kv_heads
+            rows = rows // heads * ceil_div(heads, tp)
+        elif self.split == "vocab":
+            # One rank pads too, but its padding is left out, so that one rank holds the whole model.
+            rows = rows if tp == 1 else ceil_div(ceil_div(rows, VOCAB_PADDING) * VOCAB_PADDING, tp)
+        return copies, rows, columns
+
+    def layers_on(self, stage: Stage) -> Sequence[int]:
+        """The layers of a pipeline stage that have it; for what is in no layer, (0,) where the stage has it."""
+        if self.place == "layers":
+            if stage.end_layer is None and stage.first_layer == 0:
+                return self.layers
+            end = stage.end_layer
+            return [i for i in self.layers if i >= stage.first_layer and (end is None or i < end)]
+        here = {
+            "first": stage.is_first,
+            "last": stage.is_last,
+            "ends": stage.is_first or stage.is_last,
+            "all": True,
+            "draft": stage.drafts and stage.is_last,
+        }
+        return (self.layers or (0,)) if here[self.place] else ()
+
+    @property
+    def may_be_quantized(self) -> bool:
+        """Whether it is a matrix that a quantization is applied to, unless it is named as left alone."""
+        if self.columns == 1:
+            return False
+        if self.kind == "tower":
+            return self.split != "replicated"
+        return self.kind in ("linear", "experts") or (self.kind == "head" and self.place == "last")
 
 
-class _Count:
-    """Elements so far, by the name and split of their group, in the order of first mention."""
+class Ranks(NamedTuple):
+    """How the ranks of one pipeline stage share its weights."""
 
-    __slots__ = ("_totals",)
-
-    def __init__(self) -> None:
-        self._totals: dict[tuple[str, Split, int], tuple[int, int]] = {}
-
-    def add(
-        self, name: str, split: Split, elements: int, *, active: int | None = None, rows: int = 0
-    ) -> None:
-        """Counts ``elements``, of which one token uses ``active`` (all unless said)."""
-        if elements:
-            held, used = self._totals.get((name, split, rows), (0, 0))
-            self._totals[name, split, rows] = (
-                held + elements,
-                used + (elements if active is None else active),
-            )
-
-    def groups(self) -> tuple[WeightGroup, ...]:
-        return tuple(
-            WeightGroup(name=name, elements=held, split=split, active_elements=used, rows=rows)
-            for (name, split, rows), (held, used) in self._totals.items()
-        )
+    tensor_parallel_size: int = 1
+    data_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    num_kv_heads: int = 1
 
 
-def _add_embeddings(count: _Count, layout: Layout, config: Mapping[str, object]) -> None:
-    hidden, rows = number(config, "hidden_size"), number(config, "vocab_size")
-    # OPT-350m embeds in fewer dimensions than its layers have and projects in and out.
-    width = number(config, "word_embed_proj_dim", hidden)
-    tied = is_on(config, ("tie_word_embeddings", layout.tied))
-    head_bias = rows if is_on(config, layout.head_bias) else 0
-    if tied:
-        # As the head the table is used whole, whatever its use as a table.
-        count.add("embedding", "vocab", rows * width, rows=rows)
-        count.add("lm_head bias", "sharded", head_bias)
-    else:
-        count.add("embedding", "vocab", rows * width, active=width, rows=rows)
-        count.add("lm_head", "vocab", rows * width + head_bias, rows=rows)
-    if width != hidden:
-        count.add("embedding projections", "replicated", 2 * width * hidden)
-    if layout.position_offset is not None:
-        positions = number(config, "max_position_embeddings") + layout.position_offset
-        count.add("positions", "replicated", positions * hidden, active=hidden)
-    final_norm = layout.final_norm if isinstance(layout.final_norm, bool) else layout.final_norm(config)
-    norm = _norm_size(layout, config, hidden)
-    count.add("norms and biases", "replicated", norm * (int(final_norm) + int(layout.embedding_norm)))
+class Stage(NamedTuple):
+    """A pipeline stage: its layers from ``first_layer`` up to ``end_layer`` (None: all the rest).
+
+    ``drafts``: whether layers for multi-token prediction are loaded.
+    """
+
+    first_layer: int = 0
+    end_layer: int | None = None
+    is_first: bool = True
+    is_last: bool = True
+    drafts: bool = False
 
 
-def _add_attention(count: _Count, layout: Layout, config: Mapping[str, object]) -> None:
-    layers, hidden = number(config, "num_hidden_layers"), number(config, "hidden_size")
-    head_dim = number(config, "head_dim")
-    query = number(config, "num_attention_heads") * head_dim
-    key = number(config, "num_key_value_heads") * head_dim
-    value = number(config, "num_key_value_heads") * number(config, "v_head_dim", head_dim)
-    output_in = number(config, "num_attention_heads") * number(config, "v_head_dim", head_dim)
-    count.add("attention", "sharded", layers * (hidden * query + output_in * hidden))
-    count.add("attention kv", "kv_heads", layers * hidden * (key + value))
-    if is_on(config, layout.qkv_bias):
-        count.add("attention", "sharded", layers * query)
-        count.add("attention kv", "kv_heads", layers * (key + value))
-    if is_on(config, layout.output_bias):
-        count.add("norms and biases", "replicated", layers * hidden)
-    if layout.qk_norm != "none" and is_on(config, layout.qk_norm_if):
-        sizes = {"head": 2 * head_dim, "head+bias": 4 * head_dim, "all_heads": query + key}
-        count.add("norms and biases", "replicated", layers * sizes[layout.qk_norm])
-    if layout.attention_sinks:
-        count.add("attention", "sharded", layers * number(config, "num_attention_heads"))
-    per_layer = (
-        layout.norms_per_layer if isinstance(layout.norms_per_layer, int) else layout.norms_per_layer(config)
-    )
-    count.add("norms and biases", "replicated", layers * per_layer * _norm_size(layout, config, hidden))
+class Weights(NamedTuple):
+    """What the weights of a model amount to and how that is known.
+
+    ``groups`` is empty where only a total is known. ``stored_bytes`` is what the files hold without layers that
+    only draft, where files were read. ``format`` says how weights are held that are not in the model's dtype.
+    ``unlisted`` says why there are no groups, where a config lacks what they need.
+    """
+
+    parameters: int | None
+    source: Literal["config", "safetensors", "gguf", "catalogue"]
+    groups: tuple[WeightGroup, ...] = ()
+    stored_bytes: int | None = None
+    format: Quantization | None = None
+    unlisted: str | None = None
+    #: Elements of the tables of rotary positions, which are held beside the weights (`kvplan.core.rotary`).
+    rotary_elements: int = 0
+
+    @property
+    def quantization(self) -> str | None:
+        """The name of the method of quantization; None for weights in the model's dtype."""
+        return self.format.method if self.format else None
+
+    def quantized_by(self, name: str) -> Weights:
+        """These weights as ``--quantization NAME`` has the engine hold them; stored ones stay as they are stored."""
+        from kvplan.core.quantization import from_name
+
+        return self if self.format else self._replace(format=from_name(name), stored_bytes=None)
+
+    @property
+    def active_parameters(self) -> int | None:
+        """Parameters that one token of text is multiplied with: routed experts counted as far as used."""
+        if not self.groups:
+            return self.parameters
+        return sum(g.active_elements for g in self.groups if g.is_parameter and g.kind != "tower")
+
+    @property
+    def head_parameters(self) -> int:
+        """Parameters that only a sampled token is multiplied with: the vocabulary's head, its own or tied."""
+        return sum(g.elements for g in self.groups if g.kind == "head")
+
+    @property
+    def why_unknown(self) -> str | None:
+        """Why the bytes are not known, where they are not."""
+        if self.format is not None and self.stored_bytes is None:
+            if self.format.unknown is not None:
+                return self.format.unknown
+            if not self._groups_are_complete:
+                return self.unlisted or "which weights are quantized is not known"
+        return self.unlisted if self.parameters is None else None
+
+    def total_bytes(self, dtype: str, drafts: bool = False) -> int | None:
+        """Bytes of all weights once, as they are held on the GPU; None if unknown, as `why_unknown` says.
+
+        Weights that are not quantized are held in ``dtype``, whatever the files hold: vLLM loads a float32
+        checkpoint in 16 bits. With ``drafts``, layers for multi-token prediction count too.
+        """
+        return self.rank_bytes(dtype, tensor_parallel_size=1, num_kv_heads=1, drafts=drafts)
+
+    def per_gpu_bytes(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
+        """Bytes on one rank of tensor parallelism alone; None if unknown."""
+        return self.rank_bytes(dtype, tensor_parallel_size=tensor_parallel_size, num_kv_heads=num_kv_heads)
+
+    def rank_bytes(
+        self,
+        dtype: str,
+        *,
+        tensor_parallel_size: int,
+        num_kv_heads: int,
+        data_parallel_size: int = 1,
+        enable_expert_parallel: bool = False,
+        first_layer: int = 0,
+        end_layer: int | None = None,
+        is_first: bool = True,
+        is_last: bool = True,
+        drafts: bool = False,
+    ) -> int | None:
+        """Bytes on the largest rank of a pipeline stage with layers first_layer to end_layer - 1; None if unknown.
+
+        Tensor parallelism divides attention, dense and shared-expert matrices and vocabulary tables; routed
+        experts are divided among tensor x data parallel ranks, by their width, or whole with expert
+        parallelism (``FusedMoEParallelConfig.make``); the rest of a model is repeated on every data parallel
+        rank. Over the stages of a pipeline the bytes sum to the whole, but for tables that several stages
+        hold: a tied one on the first and the last, and one of `Place` ``all`` on every stage.
+
+        Exact in how each group is divided where the groups account for every parameter. Quantized files are
+        divided as their format would be, which leaves the files' total as it is. Where only a total is known, it
+        is divided evenly among the ranks of a stage, rounded up, and is unknown for one stage of several.
+        """
+        ranks = Ranks(tensor_parallel_size, data_parallel_size, enable_expert_parallel, num_kv_heads)
+        stage = Stage(first_layer, end_layer, is_first, is_last, drafts)
+        known = self._groups_are_complete and (self.format is None or self.format.unknown is None)
+        if known and (self.format is None or self.stored_bytes is None):
+            return _held_bytes(self.groups, dtype, ranks, stage, self.format)
+        if known and self.stored_bytes is not None:
+            here, kept = _quantized_bytes(self.groups, dtype, ranks, stage, self.format)
+            whole, _ = _quantized_bytes(self.groups, dtype, Ranks(), Stage(), self.format)
+            return ceil_div(self.stored_bytes * here, whole) + kept
+        total = self.stored_bytes if self.format is not None else None
+        if self.format is None and self.parameters is not None:
+            total = self.parameters * DTYPE_BYTES[dtype]
+        if total is None or stage._replace(drafts=False) != Stage():
+            return None
+        return ceil_div(total, tensor_parallel_size)
+
+    def rotary_bytes(self, dtype: str) -> int:
+        """Bytes of the tables of rotary positions on every rank: no weights, but part of a loaded model."""
+        return self.rotary_elements * DTYPE_BYTES[dtype]
+
+    def bytes_read_per_step(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
+        """Bytes of weights that one rank reads in a step of text: all but tables and encoders of other inputs.
+
+        Every expert counts as read. None if unknown.
+        """
+        held = self.per_gpu_bytes(dtype, tensor_parallel_size, num_kv_heads)
+        if held is None or not self._groups_are_complete:
+            return held
+        idle = [g for g in self.groups if g.kind in ("table", "tower")]
+        ranks = Ranks(tensor_parallel_size, num_kv_heads=num_kv_heads)
+        form = self.format if self.format and self.format.unknown is None else None
+        return max(0, held - _held_bytes(idle, dtype, ranks, Stage(), form))
+
+    @property
+    def _groups_are_complete(self) -> bool:
+        """Whether the groups account for every parameter; files have towers and buffers of them too."""
+        if not self.groups:
+            return False
+        stored = sum(g.elements for g in self.groups if g.place != "draft")
+        return self.parameters in (parameters_of(self.groups), stored)
 
 
-def _add_mlp(
-    count: _Count, name: str, layout: Layout, config: Mapping[str, object], *, width: int, layers: int
-) -> None:
-    """A dense MLP: up (and gate) of ``width`` columns, then down."""
-    hidden = number(config, "hidden_size")
-    columns = 2 * width if layout.gated_mlp else width
-    count.add(name, "sharded", layers * hidden * (columns + width))
-    if is_on(config, layout.mlp_bias):
-        count.add(name, "sharded", layers * columns)
-        count.add("norms and biases", "replicated", layers * hidden)
+def parameters_of(groups: Iterable[WeightGroup]) -> int:
+    """Parameters of a model with these groups, as transformers' ``AutoModelForCausalLM`` counts them."""
+    return sum(g.elements for g in groups if g.is_parameter)
 
 
-def _add_experts(
-    count: _Count, experts: Experts, layout: Layout, config: Mapping[str, object], layers: int
-) -> None:
-    hidden, width = number(config, "hidden_size"), number(config, "moe_intermediate_size")
-    total, used = number(config, "num_experts"), number(config, "num_experts_per_tok")
-    expert = 3 * hidden * width
-    if experts.biases:
-        expert += 2 * width + hidden
-    count.add("experts", "sharded", layers * total * expert, active=layers * used * expert)
-    router = total * hidden + (total if experts.biases or experts.correction else 0)
-    count.add("router", "replicated", layers * router)
-    if experts.shared_width is not None:
-        width = experts.shared_width(config)
-        _add_mlp(count, "shared experts", layout, config, width=width, layers=layers)
-        if experts.shared_gate:
-            count.add("router", "replicated", layers * hidden)
+def ceil_div(number: int, divisor: int) -> int:
+    """The quotient, rounded up."""
+    return -(-number // divisor)
 
 
-def _norm_size(layout: Layout, config: Mapping[str, object], width: int) -> int:
-    """Elements of one norm over ``width`` features."""
-    if layout.norm == "none" or not is_on(config, ("layer_norm_elementwise_affine", True)):
-        return 0
-    return 2 * width if layout.norm == "weight+bias" else width
+def _held_bytes(
+    groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage, form: Quantization | None
+) -> int:
+    return sum(_quantized_bytes(groups, dtype, ranks, stage, form))
+
+
+def _quantized_bytes(
+    groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage, form: Quantization | None
+) -> tuple[int, int]:
+    """Bytes of the groups, and of what is kept a second time in the model's dtype."""
+    held = kept = 0
+    for group in groups:
+        layers = group.layers_on(stage)
+        if not layers:
+            continue
+        copies, rows, columns = group.on_rank(ranks)
+        element = group.element_bytes or DTYPE_BYTES[dtype]
+        for scheme, repeats in _schemes(group, layers, form):
+            number = repeats * copies
+            if scheme is None:
+                held += number * rows * columns * element
+            else:
+                held += number * scheme.bytes_of(rows, columns, element)
+                if form is not None and form.keeps_unpacked(group.name):
+                    kept += number * rows * columns * element
+    return held, kept
+
+
+def _schemes(
+    group: WeightGroup, layers: Sequence[int], form: Quantization | None
+) -> Iterable[tuple[Scheme | None, int]]:
+    """How the group is held, and in how many of the layers so."""
+    if form is None or not group.may_be_quantized:
+        return ((None, len(layers)),)
+    if not form.rules:
+        return ((_scheme(group, group.name, form), len(layers)),)
+    return Counter(_scheme(group, group.name.format(i), form) for i in layers).items()
+
+
+def _scheme(group: WeightGroup, name: str, form: Quantization) -> Scheme | None:
+    if group.kind == "experts":
+        return form.expert_scheme(name, is_down=group.split == "columns")
+    return form.head_scheme(name) if group.kind == "head" else form.scheme(name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, TypeGuard
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.jobs.simulate import Simulation
 from kvplan.jobs.size import size_with
-from kvplan.options import ServingOptions, SimulateOptions, SizeOptions, check_engine
+from kvplan.options import ServingOptions, SimulateOptions, SizeOptions, parse_engine
 from kvplan.safe_yaml import Node, Place, read_yaml
 from kvplan.units import parse_size
 
@@ -183,7 +183,7 @@ def read_checks(path: str) -> list[PlannedCheck]:
             hint="write vllm@0.33",
         )
     with _at(engine.place):
-        check_engine(str(engine.value()))
+        parse_engine(str(engine.value()))
     defaults = document["defaults"].mapping("defaults") if "defaults" in document else {}
     for key, node in defaults.items():
         if key not in _option_names(SizeOptions) | _option_names(SimulateOptions) | {"allow_uncalibrated"}:

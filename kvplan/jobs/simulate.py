@@ -17,39 +17,27 @@ from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.gpu import Gpu
-from kvplan.core.model import ModelSpec
+from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
 from kvplan.core.request import PICOSECONDS
 from kvplan.core.simulate import StepRecord, run
-from kvplan.core.sizing import (
-    DEFAULT_BLOCK_SIZE,
-    ENGINE,
-    ENGINE_VERSION,
-    KvSizes,
-    WeightSizes,
-    default_batch_limits,
-    kv_sizes,
-    plan_capacity,
-    weight_sizes,
-)
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError
-from kvplan.jobs.size import find_gpu, gpu_budget
 from kvplan.options import (
-    DEFAULT,
+    Engine,
     Resolver,
-    Serving,
     Settings,
     SimulateOptions,
     check_options,
-    choose_batch_limits,
     flag,
-    resolve_serving,
+    parse_engine,
     settings_dict,
 )
+from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import Trace, read_trace
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
+DEFAULT_BLOCK_SIZE = 16
 #: Seconds of a step where neither model nor GPU is named.
 DEFAULT_STEP_TIME = 0.02
 #: Version of vLLM whose scheduler rules the engine follows.
@@ -220,8 +208,8 @@ def _result(
     return SimulateResult(
         config=plan.settings,
         simulation={
-            "engine": ENGINE,
-            "engine_version": ENGINE_VERSION,
+            "engine": plan.engine.name,
+            "engine_version": plan.engine.version,
             "scheduler_version": SCHEDULER_VERSION,
             "engine_path": path,
             "async_scheduling": False,
@@ -278,6 +266,7 @@ class _Plan:
     latency_model: dict[str, object]
     settings: Settings
     warnings: list[str]
+    engine: Engine
 
 
 def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
@@ -296,11 +285,15 @@ def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | N
     else:
         _refuse_machine_options(options)
         config = _scheduler_config(resolver, _free_pool(resolver), scenario)
-    resolver.note_engine()
+    engine = resolver.note_engine()
+    if engine.name != "vllm":
+        raise InputError(
+            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
+        )
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
-    return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings)
+    return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
 
 
 def _fill_from_scenario(
@@ -328,6 +321,21 @@ _MACHINE_OPTIONS = (
     "dtype",
     "kv_cache_dtype",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "data_parallel_size",
+    "decode_context_parallel_size",
+    "enable_expert_parallel",
+    "quantization",
+    "mamba_cache_dtype",
+    "mamba_ssm_cache_dtype",
+    "disable_hybrid_kv_cache_manager",
+    "async_scheduling",
+    "num_speculative_tokens",
+    "speculative_method",
+    "speculative_model",
+    "enable_lora",
+    "max_loras",
+    "max_lora_rank",
     "gpu_memory_utilization",
     "enforce_eager",
     "set",
@@ -360,11 +368,7 @@ class _Pool:
 class _Machine:
     """A model on a GPU."""
 
-    spec: ModelSpec
-    serving: Serving
-    kv: KvSizes
-    weights: WeightSizes
-    gpu: Gpu | None
+    served: Served
     pool: _Pool
 
 
@@ -383,22 +387,14 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         where="--model",
     )
     gpu, count = find_gpu(gpu_text)
-    serving = resolve_serving(spec, resolver, gpu=gpu, gpu_count=count)
-    kv = kv_sizes(spec, serving.deployment)
-    weights = weight_sizes(spec, serving.deployment)
-    capacity = plan_capacity(
-        spec,
-        serving.deployment,
-        kv,
-        weights,
-        gpu=gpu_budget(gpu, options, serving),
-        max_num_batched_tokens=serving.max_num_batched_tokens,
-    )
-    warnings += serving.warnings
-    length = serving.deployment.max_model_len
+    served = serve(spec, resolver, gpu=gpu, gpu_count=count)
+    warnings += served.warnings
+    capacity, deployment = served.capacity, served.deployment
+    assert capacity is not None, "there is a GPU, its memory or a pool"
+    _check_simulated(served)
+    length = deployment.max_model_len
     if options.max_model_len == "auto":
         length = capacity.max_model_len_that_fits
-        resolver.note("max_model_len", length, "--max-model-len auto: the longest that fits")
     if capacity.usable_blocks == 0 or length == 0:
         raise DoesNotFit(
             f"the engine would not start: {capacity.reason}",
@@ -407,12 +403,35 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         )
     pool = _Pool(
         capacity.num_gpu_blocks,
-        serving.deployment.block_size,
-        serving.max_num_batched_tokens,
-        serving.deployment.max_num_seqs,
+        served.plan.pool.block_size,
+        deployment.max_num_batched_tokens,
+        deployment.max_num_seqs,
         length,
     )
-    return _Machine(spec, serving, kv, weights, gpu, pool)
+    return _Machine(served, pool)
+
+
+def _check_simulated(served: Served) -> None:
+    """Refuse what can be sized but not simulated yet."""
+    groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
+    if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
+        kinds = ", ".join(dict.fromkeys(cache.kind for cache, _ in served.spec.attention))
+        raise InputError(
+            f"not yet supported: simulation of layers of several kinds ({kinds})",
+            where=where,
+            hint="kvplan size plans its memory; models whose layers keep all tokens can be simulated",
+        )
+    for name, size in (
+        ("pipeline_parallel_size", served.deployment.pipeline_parallel_size),
+        ("decode_context_parallel_size", served.deployment.cache.decode_context_parallel_size),
+        ("num_speculative_tokens", served.deployment.cache.num_speculative_tokens),
+    ):
+        if size > 1 or (size and name == "num_speculative_tokens"):
+            raise InputError(
+                f"not yet supported: simulation with {flag(name)} {size}",
+                where=flag(name),
+                hint="leave it out",
+            )
 
 
 def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
@@ -420,14 +439,14 @@ def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
     options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
-    block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, DEFAULT)
+    block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
     whole_pool = max(1, (count - 1) * block_size)
     length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
     if not isinstance(length, int):
         length = whole_pool
         resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
     batch, seqs = choose_batch_limits(
-        resolver, default_batch_limits(None, ""), length, "default without a machine"
+        resolver, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
     )
     return _Pool(count, block_size, batch, seqs, length)
 
@@ -445,10 +464,11 @@ def _scheduler_config(
     resolver: Resolver[SimulateOptions], pool: _Pool, scenario: SchedulerConfig | None
 ) -> SchedulerConfig:
     """The engine's settings; those without a flag come from a scenario, else they are the defaults."""
-    caching = resolver.choose("enable_prefix_caching", True, DEFAULT)
-    chunked = resolver.choose("enable_chunked_prefill", True, DEFAULT)
-    threshold = resolver.choose("long_prefill_token_threshold", 0, DEFAULT)
-    policy = resolver.choose("scheduling_policy", "fcfs", DEFAULT)
+    default = f"default of vllm {parse_engine(resolver.options.engine).version}"
+    caching = resolver.choose("enable_prefix_caching", True, default)
+    chunked = resolver.choose("enable_chunked_prefill", True, default)
+    threshold = resolver.choose("long_prefill_token_threshold", 0, default)
+    policy = resolver.choose("scheduling_policy", "fcfs", default)
     config = SchedulerConfig(
         num_gpu_blocks=pool.num_gpu_blocks,
         block_size=pool.block_size,
@@ -469,7 +489,7 @@ def _scheduler_config(
     if scenario is not None:
         config = replace(config, **{name: getattr(scenario, name) for name in without_flag})
     for name in without_flag:
-        resolver.note(name, getattr(config, name), "trace" if scenario else DEFAULT)
+        resolver.note(name, getattr(config, name), "trace" if scenario else default)
     return config
 
 
@@ -505,9 +525,9 @@ def _clock(trace: Trace, resolver: Resolver[SimulateOptions], machine: _Machine 
 
 
 def _roofline(machine: _Machine) -> Roofline:
-    gpu, spec = machine.gpu, machine.spec
+    served = machine.served
+    gpu, spec, deployment = served.gpu, served.spec, served.deployment
     rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
-    deployment, layers = machine.serving.deployment, spec.full_attention
     tp = deployment.tensor_parallel_size
     active = spec.weights.active_parameters
     weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
@@ -520,18 +540,30 @@ def _roofline(machine: _Machine) -> Roofline:
         )
     return Roofline.from_rates(
         weight_bytes=weight_bytes,
-        kv_bytes_per_token=machine.kv.per_gpu.bytes_per_token,
+        kv_bytes_per_token=served.kv.per_gpu.bytes_per_token,
         # A multiplication and an addition for each weight, and for each element of a key and of a value.
         flops_per_token=2 * (active - spec.weights.head_parameters) // tp,
         flops_per_logits=2 * spec.weights.head_parameters // tp,
-        attention_flops=2
-        * spec.num_heads
-        * sum(a.layers * (a.head_dim + a.value_size) for a in layers)
-        // tp,
+        attention_flops=2 * spec.num_heads * _attention_width(served) // tp,
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
     )
+
+
+def _attention_width(served: Served) -> int:
+    """Elements that a token's query is multiplied with and sums up, over all layers, for each head.
+
+    A latent is both key and value, and its rotary part is in the key only.
+    """
+    width = 0
+    for item in served.plan.layers:
+        cache = item.cache
+        if isinstance(cache, FullAttention):
+            width += cache.head_dim + cache.value_size
+        elif isinstance(cache, LatentAttention):
+            width += 2 * cache.kv_lora_rank + cache.qk_rope_head_dim
+    return width
 
 
 def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:

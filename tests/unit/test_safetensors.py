@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
 import pytest
+from model_files import write_holed
 
 from kvplan.errors import InputError
 from kvplan.safetensors import INDEX_NAME, read_header, read_stored_weights
@@ -119,6 +121,31 @@ BROKEN_HEADERS: dict[str, tuple[object, str]] = {
         {"a": {"dtype": "F16", "shape": [3], "data_offsets": [0, 2]}},
         "3 elements of F16, but 2 bytes",
     ),
+    "a shape that is an object": ({"a": {"dtype": "F16", "shape": {}, "data_offsets": [0, 2]}}, "an object"),
+    "a dtype that is a list": ({"a": {"dtype": [1, [2]], "shape": [], "data_offsets": []}}, r"\[1, \.\.\.\]"),
+    "a size beyond 64 bits": ({"a": {"dtype": "F16", "shape": [2**64], "data_offsets": [0, 2]}}, "has shape"),
+    "too many dimensions": ({"a": {"dtype": "F16", "shape": [1] * 65, "data_offsets": [0, 2]}}, "has shape"),
+    "a number of many digits": (b'{"a": ' + b"9" * 5000 + b"}", "its header is no JSON"),
+    "infinity": (b'{"a": {"dtype": "F16", "shape": [Infinity], "data_offsets": [0, 2]}}', "has shape"),
+    "deep nesting": (b"[" * 20 + b" " * 200, "its header is no JSON"),
+    "deeper nesting": (b"[ " * 100_000, "its header holds other things than tensors"),
+    "many empty lists": (b'{"a": [' + b"[]," * 1000 + b"[]]}", "its header holds other things than tensors"),
+    "the same name twice": (
+        b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}, '
+        b'"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}}',
+        'its header has "a" twice',
+    ),
+    "tensors that overlap": (
+        {
+            "a": {"dtype": "U8", "shape": [2], "data_offsets": [0, 2]},
+            "b": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]},
+        },
+        "its tensors overlap at byte 1 of the data",
+    ),
+    "tensors with a gap": (
+        {"a": {"dtype": "U8", "shape": [1], "data_offsets": [1, 2]}},
+        "its tensors leave a gap at byte 0 of the data",
+    ),
     "offsets that run backwards": (
         {"a": {"dtype": "F16", "shape": [1], "data_offsets": [2, 0]}},
         "-2 bytes of data",
@@ -145,7 +172,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         read_header(path)
 
 
-@pytest.mark.parametrize("claim", [1 << 40, 200_000_000, 50])
+@pytest.mark.parametrize("claim", [2**64 - 1, 1 << 60, 200_000_000, 50])
 def test_a_header_longer_than_the_file_is_refused_unread(tmp_path: Path, claim: int) -> None:
     path = write(tmp_path / "model.safetensors", b"{}", claim=claim)
     with pytest.raises(InputError, match=f"its header claims {claim} bytes of the file's 10"):
@@ -169,7 +196,10 @@ def test_an_index_must_not_point_outside_its_folder(tmp_path: Path, name: str) -
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('{"weight_map": {"a": "gone.safetensors"}}', 'the index names "gone.safetensors", which is missing'),
+        (
+            '{"weight_map": {"a": "gone.safetensors"}}',
+            '"gone.safetensors" is missing, one of the model.s files',
+        ),
         ("{}", "it has no weight_map"),
         ("[]", "it holds no JSON object"),
         ("{", "it is no JSON"),
@@ -179,3 +209,52 @@ def test_a_broken_index_is_refused(tmp_path: Path, text: str, message: str) -> N
     (tmp_path / INDEX_NAME).write_text(text)
     with pytest.raises(InputError, match=message):
         read_stored_weights(tmp_path)
+
+
+def test_a_pipe_or_a_folder_is_no_weight_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").mkdir()
+    assert read_stored_weights(tmp_path) is None
+    (tmp_path / INDEX_NAME).write_text('{"weight_map": {"x": "a.safetensors"}}')
+    with pytest.raises(InputError, match=r'"a\.safetensors" is missing'):
+        read_stored_weights(tmp_path)
+
+
+def test_layers_that_only_draft_are_told_apart(tmp_path: Path) -> None:
+    names = [
+        "model.layers.60.mlp.up_proj.weight",
+        "model.layers.61.mlp.up_proj.weight",
+        "model.language_model.layers.61.norm.weight",
+        "layers.62.norm.weight",
+        "vision_tower.layers.61.norm.weight",
+        "mtp.fc.weight",
+        "model.mtp_layers.0.norm.weight",
+        "model.layers.0.self_attn.rotary_emb.inv_freq",
+    ]
+    shapes: dict[str, tuple[str, list[int]]] = {name: ("F32", [2**i]) for i, name in enumerate(names)}
+    write(tmp_path / "model.safetensors", tensors(**shapes))
+    stored = read_stored_weights(tmp_path, draft_layers=range(61, 62))
+    assert stored is not None
+    assert stored.parameters == 1 + 8 + 16
+    assert (stored.stored_bytes, stored.draft_bytes) == (4 * 25, 4 * (2 + 4 + 32 + 64))
+    whole = read_stored_weights(tmp_path)
+    assert whole is not None
+    assert (whole.parameters, whole.draft_bytes) == (1 + 2 + 4 + 8 + 16, 4 * (32 + 64))
+
+
+def test_a_hundred_thousand_tensors_are_read(tmp_path: Path) -> None:
+    shapes: dict[str, tuple[str, list[int]]] = {f"model.layers.{i}.w": ("BF16", [3]) for i in range(100_000)}
+    header = json.dumps(tensors(**shapes)).encode()
+    write_holed(tmp_path / "model.safetensors", struct.pack("<Q", len(header)) + header, 600_000)
+    stored = read_stored_weights(tmp_path)
+    assert stored is not None
+    assert (stored.parameters, stored.stored_bytes) == (300_000, 600_000)
+
+
+def test_all_parts_of_a_model_must_be_there(tmp_path: Path) -> None:
+    write(tmp_path / "model-00002-of-00003.safetensors", tensors(a=("F16", [2])))
+    write(tmp_path / "model-00003-of-00003.safetensors", tensors(b=("F16", [2])))
+    with pytest.raises(InputError, match=r'"model-00001-of-00003\.safetensors" is missing') as caught:
+        read_stored_weights(tmp_path)
+    assert caught.value.where == str(tmp_path)
+    assert read_stored_weights(tmp_path, may_lack_files=True) is None

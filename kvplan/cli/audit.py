@@ -1,0 +1,70 @@
+"""`kvplan audit`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from kvplan.cli import options as shared
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the application."""
+    app.command(
+        "audit", cls=shared.LightCommand, epilog="Example: kvplan audit vllm.log --save-calibration h100.yaml"
+    )(audit)
+
+
+def audit(
+    ctx: typer.Context,
+    log: Annotated[str, typer.Argument(metavar="LOG", help="An engine's start-up log; - is standard input.")],
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="MODEL", help="The model, if the log's name is not known."),
+    ] = None,
+    gpu: shared.Gpu = None,
+    gpu_memory: shared.GpuMemory = None,
+    engine: shared.Engine = None,
+    set: shared.Set = None,
+    models: shared.Models = None,
+    save_calibration: Annotated[
+        str | None,
+        typer.Option(
+            "--save-calibration", metavar="FILE", help="Keep what the engine measured, for later estimates."
+        ),
+    ] = None,
+    json: shared.Json = False,
+) -> None:
+    """An engine's start-up log beside our figures, term by term, with the likely cause of each difference."""
+    from kvplan.jobs.audit import audit_with
+    from kvplan.options import SizeOptions
+    from kvplan.startup_log import read_log_file
+
+    options = shared.from_params(SizeOptions, ctx.params)
+    if save_calibration is not None:
+        from kvplan.output import check_output_paths
+
+        check_output_paths({"--save-calibration": save_calibration}, sources=(log,))
+    result = audit_with(read_log_file(log), options, model)
+    for note in result.notes:
+        shared.warn(note)
+    if json:
+        shared.print_json(result.to_dict())
+    else:
+        from kvplan.report import Report
+
+        Report().audit(result)
+    if save_calibration is not None:
+        from kvplan.calibration import save_calibration as save
+        from kvplan.errors import InputError
+        from kvplan.output import whole_file
+
+        if result.calibration is None:
+            raise InputError(
+                "the log has nothing to keep: no model or no measured memory",
+                where="--save-calibration",
+                hint="give --model, and a log at level INFO up to where the engine serves",
+            )
+        with whole_file(save_calibration) as file:
+            save(file, result.calibration)

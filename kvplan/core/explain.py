@@ -1,0 +1,133 @@
+"""The arithmetic of a plan with its own numbers, a line each, with the source of each rule in brackets.
+
+Sources are files of the engine named in the first line, unless they say otherwise.
+"""
+
+from __future__ import annotations
+
+from kvplan.core.kv_cache import (
+    KV_DTYPE_BYTES,
+    STATES,
+    Cache,
+    CacheFormat,
+    FullAttention,
+    SlidingWindow,
+    describe,
+)
+from kvplan.core.sizing import Capacity, KvSizes, Plan, WeightSizes
+
+_PAGES = "v1/kv_cache_interface.py"
+_STATES = "model_executor/layers/mamba/mamba_utils.py"
+_GROUPS = "v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py"
+_BUDGET = "v1/worker/gpu_worker.py"
+
+
+def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | None) -> list[str]:
+    """Each formula with this model's numbers; the last line is the verdict or, without a budget, the total."""
+    deployment = plan.deployment
+    whole = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
+    lines = [f"by the rules of {deployment.engine} {deployment.version}".rstrip()]
+    lines += [_cache_line(cache, count, whole) for cache, count in plan.spec.attention]
+    if deployment.drafts:
+        lines.append(f"the draft adds {len(deployment.drafts)} caches of its own")
+    lines.append(
+        f"fixed per sequence (full windows and states) = {kv.fixed_bytes_per_sequence:,}; "
+        f"growth per token = {kv.bytes_per_token:,}"
+    )
+    lines += _group_lines(kv)
+    lines.append(
+        f"payload of a sequence of {deployment.seq:,} tokens = {kv.bytes_per_sequence:,}; in whole blocks "
+        f"{kv.allocated_bytes_per_sequence:,}"
+    )
+    if deployment.gpus > 1:
+        lines.append(
+            f"per GPU: {kv.per_gpu.bytes_per_token:,} bytes per token, {kv.per_gpu.bytes_per_block:,} per block; "
+            f"over all ranks of a replica {kv.cluster_bytes_per_token:,} per token"
+        )
+    if (
+        weights.total_bytes is not None
+        and weights.parameters is not None
+        and weights.per_gpu_bytes is not None
+    ):
+        lines.append(
+            f"weights = {weights.parameters:,} parameters = {weights.total_bytes:,} bytes ({weights.source}), "
+            f"{weights.per_gpu_bytes:,} per GPU"
+        )
+    lines.append(
+        f"total = payload of a sequence x concurrency = {kv.bytes_per_sequence:,} x {deployment.concurrency:,} = "
+        f"{kv.total_bytes:,}"
+    )
+    if capacity is not None:
+        lines += _capacity_lines(plan, kv, capacity)
+    return lines
+
+
+def _cache_line(cache: Cache, count: int, form: CacheFormat) -> str:
+    fields = ", ".join(f"{name} {value}" for name, value in describe(cache).items() if name != "kind")
+    if isinstance(cache, STATES):
+        size = cache.page_bytes(1, form)
+        return f"{count} x {cache.kind} ({fields}): {size:,} bytes of state in each layer [{_STATES}]"
+    if isinstance(cache, (FullAttention, SlidingWindow)) and form.kv_cache_dtype in KV_DTYPE_BYTES:
+        element = KV_DTYPE_BYTES[form.kv_cache_dtype]
+        size = cache.page_bytes(1, form)
+        return (
+            f"{count} x {cache.kind} ({fields}): KV heads x (key + value size) x element bytes = "
+            f"{cache.num_kv_heads} x ({cache.head_dim} + {cache.value_size}) x {element} = {size:,} bytes per token "
+            f"in each layer [{_PAGES}]"
+        )
+    one = cache.payload_bytes(128, form)
+    per_token = f"{one // 128:,}" if one % 128 == 0 else f"{one / 128:,.2f}"
+    return f"{count} x {cache.kind} ({fields}): {per_token} bytes per token in each layer [{_PAGES}]"
+
+
+def _group_lines(kv: KvSizes) -> list[str]:
+    lines = []
+    for group in kv.groups:
+        page = (
+            "pages of several sizes" if group.page_bytes is None else f"pages of {group.page_bytes:,} bytes"
+        )
+        padding = group.padded_layers - group.layers
+        lines.append(
+            f"group of {group.layers} {group.kind} layers{f' and {padding} of padding' if padding else ''}: "
+            f"{page} for {group.block_size:,} tokens, {group.blocks_per_sequence:,} blocks for the sequence"
+        )
+    blocks = sum(group.blocks_per_sequence for group in kv.groups)
+    lines.append(
+        f"bytes per block = the widest group's = {kv.bytes_per_block:,}; blocks of the sequence in all groups = "
+        f"{blocks:,} [{_GROUPS}]"
+    )
+    return lines
+
+
+def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
+    lines = []
+    deployment = plan.deployment
+    rank = capacity.ranks[capacity.limiting_rank]
+    overhead = capacity.overhead_bytes
+    if overhead is not None:
+        lines.append(
+            f"overhead ({deployment.margin}, estimated) = activations {overhead.activations:,} + CUDA graphs "
+            f"{overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to {overhead.high:,} "
+            "[counted from shapes and start-up logs, docs/memory.md]"
+        )
+        lines.append(
+            f"available for KV = ceil(memory x {deployment.gpu_memory_utilization}) - weights "
+            f"{rank.weights_bytes:,} - overhead {overhead.total(deployment.margin):,} = "
+            f"{capacity.available_kv_bytes:,} [{_BUDGET}]"
+        )
+    null = ", one of them the null block" if plan.pool.null_blocks else ""
+    lines.append(
+        f"blocks = available // bytes per block = {capacity.available_kv_bytes:,} // {rank.bytes_per_block:,} = "
+        f"{rank.num_blocks:,}{null} [{_GROUPS}]"
+    )
+    if len(capacity.ranks) > 1:
+        lines.append(
+            f"stage {capacity.limiting_rank} of {len(capacity.ranks)} has the fewest: all have "
+            f"{capacity.num_gpu_blocks:,}"
+        )
+    lines.append(
+        f"the engine prints {capacity.kv_cache_tokens:,} tokens and {capacity.max_concurrency:.2f}x for "
+        f"{capacity.max_model_len:,} tokens"
+    )
+    lines.append(f"fits: {'yes' if capacity.fits else 'no'}: {capacity.reason}")
+    return lines

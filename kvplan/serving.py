@@ -1,0 +1,506 @@
+"""From a model, GPUs and options to a plan of memory: what `size`, `simulate` and `check` share.
+
+Settings that were not given get the engine version's own defaults; each remembers where it came from.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvplan.config import load_gpu, load_model
+from kvplan.core.deployment import Deployment
+from kvplan.core.gpu import Gpu
+from kvplan.core.kv_cache import (
+    KV_CACHE_DTYPES,
+    STATES,
+    CacheFormat,
+    CompressedLatent,
+    LatentAttention,
+    LayerCache,
+    SparseIndexer,
+)
+from kvplan.core.model import ModelSpec
+from kvplan.core.overhead import Overhead, estimate_overhead
+from kvplan.core.pool import VllmPool
+from kvplan.core.sizing import (
+    Budget,
+    Capacity,
+    GpuBudget,
+    KvSizes,
+    Plan,
+    WeightSizes,
+    check_tensor_parallel,
+    plan_capacity,
+    weight_sizes,
+)
+from kvplan.core.vllm_rules import VllmRules, vllm_rules
+from kvplan.core.weights import DTYPE_BYTES
+from kvplan.errors import InputError, unknown_name
+from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
+
+#: The default block of latents of several tokens (DeepSeek-V4, v1/attention/backends/mla/sparse_swa.py).
+_COMPRESSED_BLOCK_SIZE = 256
+_DEFAULT_BLOCK_SIZE = 16
+#: Ways to draft that need no layers with a cache.
+_METHODS_WITHOUT_LAYERS = ("ngram", "suffix", "medusa", "mlp_speculator", "gemma4_mtp")
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A model, served: what it takes and, with a memory budget, what fits."""
+
+    spec: ModelSpec
+    gpu: Gpu | None
+    engine: Engine
+    plan: Plan
+    kv: KvSizes
+    weights: WeightSizes
+    budget: GpuBudget | None
+    capacity: Capacity | None
+    warnings: tuple[str, ...]
+
+    @property
+    def deployment(self) -> Deployment:
+        """The settings, resolved."""
+        return self.plan.deployment
+
+
+def serve(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    *,
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    seq: int | None = None,
+    concurrency: int = 1,
+) -> Served:
+    """Resolve the settings and plan the memory of one deployment.
+
+    ``gpu_count`` is how many GPUs ``--gpu`` names, None if it does not say; ``seq`` the length of a sequence,
+    None: the longest that is served. Raises `InputError` for settings that the engine refuses.
+    """
+    options: ServingOptions = resolver.options
+    engine = resolver.note_engine()
+    warnings: list[str] = []
+    deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
+    deployment = deployment._replace(
+        seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
+    )
+    budget = _gpu_budget(gpu, options, deployment)
+    served = _plan(spec, gpu, engine, deployment, budget, warnings)
+    if options.max_model_len == "auto" and served.capacity is not None:
+        longest = served.capacity.max_model_len_that_fits
+        if longest:
+            resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
+            deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
+            served = _plan(spec, gpu, engine, deployment, budget, warnings)
+    return served
+
+
+def _plan(
+    spec: ModelSpec,
+    gpu: Gpu | None,
+    engine: Engine,
+    deployment: Deployment,
+    budget: GpuBudget | None,
+    warnings: list[str],
+) -> Served:
+    plan = Plan(spec, deployment, VllmPool)
+    given = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+    capacity = None
+    if budget is not None or given:
+        overheads = () if given else tuple(_overhead(spec, gpu, deployment) for _ in plan.stages)
+        capacity = plan_capacity(plan, Budget(budget, overheads))
+    limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
+    return Served(
+        spec=spec,
+        gpu=gpu,
+        engine=engine,
+        plan=plan,
+        kv=plan.kv_sizes(limiting),
+        weights=weight_sizes(spec, deployment, plan.stages),
+        budget=budget,
+        capacity=capacity,
+        warnings=tuple(warnings),
+    )
+
+
+def _heaviest(plan: Plan) -> int:
+    """The stage whose blocks are largest: without a budget, the one that will limit."""
+    sizes = [plan.pool.bytes_per_block(stage) for stage in plan.stages]
+    return sizes.index(max(sizes))
+
+
+def _overhead(spec: ModelSpec, gpu: Gpu | None, deployment: Deployment) -> Overhead:
+    return estimate_overhead(
+        spec,
+        version=deployment.version,
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
+        max_num_seqs=deployment.max_num_seqs,
+        dtype=deployment.dtype,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        pipeline_parallel_size=deployment.pipeline_parallel_size,
+        enforce_eager=deployment.enforce_eager,
+        compute_capability=gpu.compute_capability if gpu else None,
+        num_sms=gpu.num_sms if gpu else None,
+    )
+
+
+# Settings
+
+
+def _deployment(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    engine: Engine,
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    warnings: list[str],
+) -> Deployment:
+    """Every setting but the sequences, which are left at one token."""
+    options: ServingOptions = resolver.options
+    rules = vllm_rules(engine.version)
+    default = f"default of {engine.name} {engine.version}"
+    length = _max_model_len(spec, resolver, warnings)
+    batch, seqs = choose_batch_limits(
+        resolver,
+        rules.batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
+        length,
+        f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
+    )
+    if batch < seqs:
+        raise InputError(
+            f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
+            where="--max-num-batched-tokens",
+            hint="raise it, or lower --max-num-seqs",
+        )
+    ranks = _ranks(resolver, gpu_count, default)
+    check_tensor_parallel(spec, ranks.tensor)
+    context = _decode_context(spec, resolver, ranks.tensor, default)
+    drafts = _drafts(spec, resolver)
+    dtype = _dtype(spec, resolver, default)
+    capability = gpu.compute_capability if gpu else None
+    kv_dtype = _kv_dtype(spec, resolver, dtype, rules, capability)
+    states = any(isinstance(item.cache, STATES) for item in spec.layers)
+    caching = rules.prefix_caching(
+        has_states=states, has_attention=any(not isinstance(item.cache, STATES) for item in spec.layers)
+    )
+    return Deployment(
+        seq=1,
+        max_model_len=length,
+        cache=CacheFormat(
+            dtype=dtype,
+            kv_cache_dtype=kv_dtype,
+            tensor_parallel_size=ranks.tensor,
+            decode_context_parallel_size=context,
+            num_speculative_tokens=drafts.tokens,
+            mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype"),
+            mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype"),
+            latent_row_multiple=rules.latent_row_multiple,
+            encoder_tokens=batch,
+        ),
+        engine=engine.name,
+        version=engine.version,
+        pipeline_parallel_size=ranks.pipeline,
+        data_parallel_size=ranks.data,
+        enable_expert_parallel=resolver.choose("enable_expert_parallel", False, default),
+        block_size=_block_size(spec, resolver, rules, kv_dtype, capability, default),
+        gpu_memory_utilization=resolver.choose(
+            "gpu_memory_utilization", rules.gpu_memory_utilization, default
+        ),
+        max_num_seqs=seqs,
+        max_num_batched_tokens=batch,
+        enforce_eager=resolver.choose("enforce_eager", False, default),
+        enable_prefix_caching=resolver.choose("enable_prefix_caching", caching, default),
+        async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling, default),
+        hybrid_kv_cache_manager=not resolver.choose("disable_hybrid_kv_cache_manager", False, default),
+        speculative_method=drafts.method,
+        drafts=drafts.layers,
+        draft_weights_bytes=drafts.weights_bytes,
+        compute_capability=capability,
+        margin=resolver.choose("margin", "mid", "default"),
+        kv_cache_memory_bytes=_given_size(resolver, "kv_cache_memory_bytes"),
+        num_gpu_blocks_override=_given(resolver, options.num_gpu_blocks_override, "num_gpu_blocks_override"),
+    )
+
+
+class _Ranks(NamedTuple):
+    tensor: int
+    pipeline: int
+    data: int
+
+
+def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str) -> _Ranks:
+    """Degrees of parallelism; a number of GPUs alone is tensor parallel."""
+    options: ServingOptions = resolver.options
+    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
+    none_given = all(getattr(options, name) is None for name in names)
+    tensor = resolver.choose("tensor_parallel_size", gpu_count if gpu_count and none_given else 1, default)
+    if gpu_count and none_given:
+        resolver.note("tensor_parallel_size", tensor, "--gpu", given=True)
+    pipeline = resolver.choose("pipeline_parallel_size", 1, default)
+    data = resolver.choose("data_parallel_size", 1, default)
+    needed = tensor * pipeline * data
+    if gpu_count is not None and gpu_count != needed:
+        sizes = [f"tensor parallel size {tensor}"]
+        sizes += [f"pipeline parallel size {pipeline}"] if pipeline > 1 else []
+        sizes += [f"data parallel size {data}"] if data > 1 else []
+        raise InputError(
+            f"{gpu_count} GPUs for {' x '.join(sizes)}",
+            where="--gpu",
+            hint=f"name {needed} GPUs, or leave the number out",
+        )
+    return _Ranks(tensor, pipeline, data)
+
+
+def _decode_context(spec: ModelSpec, resolver: Resolver[Any], tensor: int, default: str) -> int:
+    """Ranks that share out the tokens of a sequence (vLLM config/model.py, config/parallel.py)."""
+    size = resolver.choose("decode_context_parallel_size", 1, default)
+    where = "--decode-context-parallel-size"
+    if tensor % size:
+        raise InputError(
+            f"decode context parallel size {size} does not divide tensor parallel size {tensor}",
+            where=where,
+            hint=f"use a divisor of {tensor}",
+        )
+    latent = any(isinstance(item.cache, LatentAttention) for item in spec.layers)
+    if size > 1 and not latent:
+        most = tensor // spec.num_kv_heads
+        if most < size:
+            raise InputError(
+                f"decode context parallel size {size} needs each of {spec.num_kv_heads} KV heads on as many of "
+                f"{tensor} ranks",
+                where=where,
+                hint=f"use at most {most}" if most > 1 else "leave it out, or use more tensor parallel ranks",
+            )
+    return size
+
+
+class _Drafts(NamedTuple):
+    tokens: int = 0
+    method: str | None = None
+    layers: tuple[LayerCache, ...] = ()
+    weights_bytes: int = 0
+
+
+def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
+    """What speculative decoding adds: the model's own layers for multi-token prediction, or a draft model's."""
+    options: ServingOptions = resolver.options
+    if options.num_speculative_tokens is None:
+        for name in ("speculative_method", "speculative_model"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} is given without a number of tokens",
+                    where=flag(name),
+                    hint="add --num-speculative-tokens",
+                )
+        return _Drafts()
+    tokens = resolver.choose("num_speculative_tokens", 0, "default")
+    own = spec.draft_layers
+    draft = options.speculative_model
+    method = resolver.choose(
+        "speculative_method", "mtp" if own and draft is None else None, "the model's own"
+    )
+    if method is None and draft is not None:
+        method = "draft_model"
+    if method is None:
+        raise InputError(
+            f"{spec.name} has no layers of its own for multi-token prediction",
+            where="--num-speculative-tokens",
+            hint="give --speculative-model, or --speculative-method ngram",
+        )
+    if method.endswith("mtp") and method != "gemma4_mtp":
+        if not own:
+            raise InputError(
+                f"{spec.name} has no layers for multi-token prediction",
+                where="--speculative-method",
+                hint="give --speculative-model, or another method",
+            )
+        return _Drafts(tokens, "mtp", own)
+    if method in _METHODS_WITHOUT_LAYERS:
+        return _Drafts(tokens, method)
+    if draft is None:
+        raise InputError(
+            f"method {method} drafts with a model of its own",
+            where="--speculative-method",
+            hint="give --speculative-model",
+        )
+    resolver.choose("speculative_model", draft, "default")
+    model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
+    layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
+    weights = model.weights.total_bytes(model.dtype)
+    if weights is None:
+        raise InputError(
+            "the size of the draft's weights is not known",
+            where=f"model {model.name}",
+            hint="give a folder with its *.safetensors files",
+        )
+    return _Drafts(tokens, method, layers, weights)
+
+
+def choose_batch_limits(
+    resolver: Resolver[Any], defaults: tuple[int, int], max_model_len: int, source: str
+) -> tuple[int, int]:
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
+
+    engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
+    take the longest prompt; no step needs more tokens than all sequences can have.
+    """
+    batch, seqs = defaults
+    if getattr(resolver.options, "enable_chunked_prefill", None) is False:
+        batch = max(batch, max_model_len)
+    batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
+    batch = resolver.choose("max_num_batched_tokens", batch, source)
+    return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
+
+
+def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
+    """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
+    longest = spec.max_position_embeddings
+    asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
+    if longest is None and asked is not None and resolver.options.max_model_len is None:
+        return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
+    if longest is None and resolver.options.max_model_len in (None, "auto"):
+        raise InputError(
+            "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
+        )
+    length: int | str | None = resolver.choose("max_model_len", longest, "the model's maximum")
+    if not isinstance(length, int):
+        assert longest is not None, "checked above"
+        return longest
+    if longest is not None and length > longest:
+        if not spec.rope_scaled:
+            raise InputError(
+                f"max_model_len {length:,} is beyond the model's maximum of {longest:,} tokens",
+                where="--max-model-len",
+                hint=f"use at most {longest}; the engine refuses more unless the model scales its positions",
+            )
+        warnings.append(
+            f"max_model_len {length:,} is beyond the model's {longest:,} tokens: rope scaling is set"
+        )
+    return length
+
+
+def _dtype(spec: ModelSpec, resolver: Resolver[Any], default: str) -> str:
+    dtype = resolver.choose("dtype", "auto", default)
+    if dtype == "auto":
+        resolver.spell_out("dtype", spec.dtype, "the model's own")
+        return spec.dtype
+    alias = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+    if alias not in DTYPE_BYTES:
+        raise unknown_name("dtype", dtype, [*DTYPE_BYTES, "auto"], where="--dtype")
+    return alias
+
+
+def _kv_dtype(
+    spec: ModelSpec, resolver: Resolver[Any], dtype: str, rules: VllmRules, capability: str | None
+) -> str:
+    """The form of the KV cache: given, the checkpoint's own, or the model's dtype; sparse latents pack theirs."""
+    asked = resolver.choose("kv_cache_dtype", "auto", f"default of vllm {rules.version}")
+    if asked != "auto" and asked not in KV_CACHE_DTYPES:
+        raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
+    chosen, why = asked, ""
+    if asked == "auto" and spec.kv_cache_dtype is not None:
+        chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
+    if any(isinstance(item.cache, CompressedLatent) for item in spec.layers):
+        if asked in ("auto", "fp8", "fp8_e4m3"):
+            chosen, why = "fp8_ds_mla", "the form of compressed latents"
+    elif any(isinstance(item.cache, SparseIndexer) for item in spec.layers):
+        packed = rules.sparse_latent_dtype(chosen, capability)
+        if packed != chosen:
+            chosen, why = packed, "the form of sparse latents"
+    if chosen == "auto":
+        chosen, why = dtype, "as dtype"
+    if why:
+        resolver.spell_out("kv_cache_dtype", chosen, why)
+    return chosen
+
+
+def _block_size(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    rules: VllmRules,
+    kv_dtype: str,
+    capability: str | None,
+    default: str,
+) -> int:
+    caches = [item.cache for item in spec.layers]
+    size, why = _DEFAULT_BLOCK_SIZE, default
+    if any(isinstance(cache, CompressedLatent) for cache in caches):
+        size, why = _COMPRESSED_BLOCK_SIZE, f"{default} for compressed latents"
+    elif any(isinstance(cache, LatentAttention) for cache in caches):
+        size = rules.latent_block_size(
+            capability,
+            sparse=any(isinstance(cache, SparseIndexer) for cache in caches),
+            fp8=kv_dtype.startswith("fp8"),
+        )
+        why = f"{default} for latent attention"
+    chosen = resolver.choose("block_size", size, why)
+    ratio = math.lcm(*(cache.tokens_per_state for cache in caches if isinstance(cache, CompressedLatent)))
+    if chosen % ratio:
+        raise InputError(
+            f"block size {chosen} is no multiple of the {ratio} tokens that a latent stands for",
+            where="--block-size",
+            hint=f"use a multiple of {ratio}",
+        )
+    return chosen
+
+
+def _state_dtype(resolver: Resolver[Any], name: str) -> str | None:
+    """The dtype of a state, None for "auto"."""
+    dtype = resolver.choose(name, "auto", "default")
+    if dtype == "auto":
+        return None
+    if dtype not in DTYPE_BYTES:
+        raise unknown_name("dtype", dtype, [*DTYPE_BYTES, "auto"], where=flag(name))
+    return dtype
+
+
+def _given_size(resolver: Resolver[Any], name: str) -> int | None:
+    return _given(resolver, size_in_bytes(getattr(resolver.options, name), name), name)
+
+
+def _given(resolver: Resolver[Any], value: int | None, name: str) -> int | None:
+    if value is not None:
+        resolver.choose(name, None, "default")
+    return value
+
+
+# GPUs
+
+
+def find_gpu(text: str | None) -> tuple[Gpu | None, int | None]:
+    """The one GPU that ``--gpu`` names and, where it says so (``8xh100``), how many."""
+    if text is None:
+        return None, None
+    if "," in text or text.lower() == "all":
+        raise InputError(f'"{text}" names several GPUs', where="--gpu", hint="name one here")
+    match = re.fullmatch(r"([0-9]{1,6})x(.+)", text)
+    if not match:
+        return load_gpu(text), None
+    count = int(match.group(1))
+    if count == 0:
+        raise InputError(f'"{text}" names no GPU', where="--gpu", hint="write 1x or more")
+    return load_gpu(match.group(2)), count
+
+
+def _gpu_budget(gpu: Gpu | None, options: ServingOptions, deployment: Deployment) -> GpuBudget | None:
+    """The memory to plan with: ``--gpu-memory``, else what the catalogue says; None without either."""
+    given = size_in_bytes(options.gpu_memory, "gpu_memory")
+    if given is not None:
+        return GpuBudget(gpu.name if gpu else "gpu", deployment.gpus, given, "--gpu-memory")
+    if gpu is None:
+        return None
+    if gpu.memory_bytes is None:
+        raise InputError(
+            f"the memory of {gpu.name} is not known", where="--gpu", hint="give --gpu-memory, such as 80GiB"
+        )
+    return GpuBudget(gpu.name, deployment.gpus, gpu.memory_bytes, gpu.memory_source or "catalogue")
+
+
+def _path(text: str | None) -> Path | None:
+    return None if text is None else Path(text)
