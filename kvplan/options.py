@@ -281,8 +281,11 @@ class Resolver(Generic[Options]):
     ``origins`` names the origin of options that were given by something else than a flag, such as a check file.
     """
 
-    def __init__(self, options: Options, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: Options, origins: Mapping[str, str] | None = None, *, seq_sets_length: bool = True
+    ) -> None:
         self.options = options
+        self.seq_sets_length = seq_sets_length
         self.settings: Settings = {}
         self._origins = origins or {}
 

@@ -454,7 +454,7 @@ def choose_batch_limits(
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
     """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
     longest = spec.max_position_embeddings
-    asked = getattr(resolver.options, "seq", None)
+    asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
     if longest is None and asked is not None and resolver.options.max_model_len is None:
         return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
     if longest is None and resolver.options.max_model_len in (None, "auto"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,6 +13,7 @@ from kvplan.errors import InputError
 
 if TYPE_CHECKING:
     from kvplan.jobs.size import SizeResult
+    from kvplan.vllm_command import VllmCommand
 
 
 def register(app: typer.Typer) -> None:
@@ -86,6 +88,7 @@ def size(
     engine: shared.Engine = None,
     margin: shared.Margin = None,
     vllm_command: shared.VllmCommand = None,
+    from_: shared.From = None,
     ignore_flag: shared.IgnoreFlag = None,
     set: shared.Set = None,
     models: shared.Models = None,
@@ -103,17 +106,14 @@ def size(
     names = list(model or [])
     origins: dict[str, str] = {}
     ignored: tuple[str, ...] = ()
-    if vllm_command is not None:
-        from kvplan.vllm_command import read_command
-
-        command = read_command(vllm_command, ignored_flags=ignore_flag or ())
-        if names:
-            raise InputError(
-                "MODEL and --vllm-command both name a model", where="kvplan size", hint="give one of them"
-            )
-        names = [command.model]
+    command = _command(vllm_command, from_, ignore_flag or (), names)
+    if command is not None:
+        names = names or [command.model]
         origins = command.fill(options)
-        ignored = tuple(f"ignored in --vllm-command: {text}" for text in command.ignored)
+        ignored = (
+            *(f"ignored in {command.source}: {text}" for text in command.ignored),
+            *command.warnings(options),
+        )
     if not names:
         raise InputError(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
@@ -121,9 +121,9 @@ def size(
     by_model: list[list[SizeResult]] = []
     for name in names:
         if options.gpu is not None and names_several_gpus(options.gpu):
-            results = size_on(name, options.gpu, options, origins)
+            results = size_on(name, options.gpu, options, origins, seq_sets_length=command is None)
         else:
-            results = [size_with(name, options, origins)]
+            results = [size_with(name, options, origins, seq_sets_length=command is None)]
         by_model.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
     everything = [result for results in by_model for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
@@ -135,6 +135,34 @@ def size(
         _print(by_model, explain=explain)
     if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in by_model):
         raise typer.Exit(1)
+
+
+def _command(
+    text: str | None, source: str | None, ignored_flags: Sequence[str], models: Sequence[str]
+) -> VllmCommand | None:
+    """The vLLM command that is given as text or in a file."""
+    if text is not None and source is not None:
+        raise InputError(
+            "--vllm-command and --from both give a command", where="kvplan size", hint="give one of them"
+        )
+    if text is not None:
+        from kvplan.vllm_command import read_command
+
+        if models:
+            raise InputError(
+                "MODEL and --vllm-command both name a model", where="kvplan size", hint="give one of them"
+            )
+        return read_command(text, ignored_flags=ignored_flags)
+    if source is not None:
+        from kvplan.deployments import read_deployment
+
+        if len(models) > 1:
+            raise InputError("several models for one --from", where="kvplan size", hint="name one at most")
+        command = read_deployment(source, ignored_flags=ignored_flags)
+        if "model" in command.unread and not models:
+            raise command.unread["model"]
+        return command
+    return None
 
 
 def _print(by_model: list[list[SizeResult]], *, explain: bool) -> None:

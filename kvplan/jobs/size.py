@@ -62,11 +62,23 @@ def size(
     return size_with(os.fspath(model), SizeOptions.of(options), origins)
 
 
-def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | None = None) -> SizeResult:
-    """`size` with its options in one object."""
+def size_with(
+    model: str,
+    options: SizeOptions,
+    origins: Mapping[str, str] | None = None,
+    *,
+    seq_sets_length: bool = True,
+) -> SizeResult:
+    """`size` with its options in one object.
+
+    ``seq_sets_length`` says whether ``seq`` stands in for a maximum that the model does not state: beside a vLLM
+    command it does not, since vLLM would not know it.
+    """
     check_options(options)
     gpu, gpu_count = find_gpu(options.gpu)
-    return _size(_load(model, options), options, origins or {}, gpu, gpu_count)
+    return _size(
+        _load(model, options), options, origins or {}, gpu, gpu_count, seq_sets_length=seq_sets_length
+    )
 
 
 def _load(model: str, options: SizeOptions) -> ModelSpec:
@@ -82,10 +94,11 @@ def _size(
     gpu: Gpu | None,
     gpu_count: int | None,
     *,
+    seq_sets_length: bool,
     suggests: bool = True,
 ) -> SizeResult:
     """``suggests``: whether changes are looked for where it does not fit; with ``--suggest`` they always are."""
-    resolver = Resolver(options, origins)
+    resolver = Resolver(options, origins, seq_sets_length=seq_sets_length)
     resolver.note("model", spec.name, "MODEL", given=True)
     if options.gpu is not None:
         resolver.choose("gpu", options.gpu, "default")
@@ -143,7 +156,12 @@ def _size(
 
 
 def size_on(
-    model: str, gpus: str, options: SizeOptions, origins: Mapping[str, str] | None = None
+    model: str,
+    gpus: str,
+    options: SizeOptions,
+    origins: Mapping[str, str] | None = None,
+    *,
+    seq_sets_length: bool = True,
 ) -> list[SizeResult]:
     """`size` on each GPU of a list with commas, or on ``all``: on as many as the model needs, the fewest first.
 
@@ -165,7 +183,7 @@ def size_on(
             count, sizes = _gpus_needed(spec, chosen, origin, gpu)
             chosen = chosen.but({"gpu": f"{count}x{gpu.name}", **sizes})
             origin |= dict.fromkeys(sizes, "--gpu: the fewest that fit")
-        found.append(_size(spec, chosen, origin, gpu, count, suggests=False))
+        found.append(_size(spec, chosen, origin, gpu, count, seq_sets_length=seq_sets_length, suggests=False))
     if not found:
         raise InputError(
             f"the memory of {', '.join(unknown)} is not known", where="--gpu", hint="give --gpu-memory"

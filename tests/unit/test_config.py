@@ -513,8 +513,8 @@ def test_wrong_overrides_are_refused() -> None:
     assert error.where == "--set num_hidden_layer=..."
     assert error_of("llama-2-13b", "num_hidden_layers").what == '"num_hidden_layers" is no key=value'
     assert error_of("llama-2-13b", "=3").what == '"=3" is no key=value'
-    assert error_of("llama-2-13b", "head_dim=[1, 2]").what == '"[1, 2]" is no single value'
-    assert error_of("llama-2-13b", "head_dim=[").what == '"[" is no single value'
+    assert error_of("llama-2-13b", "head_dim=[1, 2]").what == 'head_dim is "[1, 2]", not a whole number'
+    assert error_of("llama-2-13b", "head_dim=[").what == '"[" is no value'
     error = error_of("llama-2-13b", "head_dim=x")
     assert (error.what, error.where) == ('head_dim is "x", not a whole number', "--set head_dim=x")
 
