@@ -88,9 +88,7 @@ def serve(
     """
     options: ServingOptions = resolver.options
     warnings: list[str] = []
-    if options.quantization is not None:
-        method = resolver.choose("quantization", "", "default")
-        spec = replace(spec, weights=spec.weights.quantized_by(method))
+    spec = _as_loaded(spec, resolver)
     engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, warnings)
     served = _plan(spec, gpu, engine, deployment, budget, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
@@ -115,9 +113,18 @@ def would_fit(
 
     A memory budget must be given, and a length other than ``auto``. Raises `InputError` as `serve` does.
     """
+    spec = _as_loaded(spec, resolver)
     _, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
     plan = Plan(spec, deployment, VllmPool)
     return fits(plan, Budget(budget, _overheads(spec, gpu, plan)))
+
+
+def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
+    """The model with its weights as ``--quantization`` has the engine hold them."""
+    if resolver.options.quantization is None:
+        return spec
+    method = resolver.choose("quantization", "", "default")
+    return replace(spec, weights=spec.weights.quantized_by(method))
 
 
 def _settle(
