@@ -743,3 +743,22 @@ def test_finding_a_model_loads_nothing_heavy() -> None:
 )
 def test_layers_that_only_draft_come_after_the_models(config: dict[str, object], layers: list[int]) -> None:
     assert list(draft_layers(config)) == layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None),
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, None),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": 8}, None),
+    ],
+)
+def test_a_checkpoint_says_what_its_kv_cache_is_stored_in(
+    tmp_path: Path, settings: dict[str, object], dtype: str | None
+) -> None:
+    assert load_model(config_file(tmp_path, quantization_config=settings)).kv_cache_dtype == dtype
