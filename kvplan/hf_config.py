@@ -236,9 +236,14 @@ _WEIGHTS_ONLY = {
     "encoder_attention_heads",
     "encoder_ffn_dim",
     "encoder_layers",
+    "expert_dtype",
+    "hc_mult",
     "index_n_heads",
     "moe_layer_freq",
+    "num_hash_layers",
     "num_shared_experts",
+    "o_groups",
+    "o_lora_rank",
     "q_lora_rank",
     "shared_intermediate_size",
 }
@@ -823,4 +828,8 @@ def _quantization(fields: Mapping[str, object]) -> Quantization | None:
         return None
     from kvplan.core.quantization import from_config  # most models need it not
 
+    if fields.get("compress_ratios") is not None and settings.get("quant_method") == "fp8":
+        # DeepSeek-V4 says what its experts are in outside of the settings.
+        expert_dtype = fields.get("expert_dtype")
+        settings = {**settings, "quant_method": "deepseek_v4_fp8", "expert_dtype": expert_dtype}
     return from_config(settings)
