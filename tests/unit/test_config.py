@@ -500,10 +500,19 @@ def test_an_override_changes_the_count() -> None:
     assert model.weights.parameters == 20 * 317_204_480 + 2 * 32000 * 5120 + 5120
 
 
-def test_a_total_that_was_given_is_dropped_with_the_shape() -> None:
-    name = "nemotron-3-super-120b"
-    assert load_model(name, overrides=["max_position_embeddings=4096"]).weights.source == "catalogue"
-    assert load_model(name, overrides=["vocab_size=1000"]).weights.source != "catalogue"
+def test_a_total_that_was_given_is_dropped_with_the_shape(tmp_path: Path) -> None:
+    # A latent model whose experts the entry does not tell: its total is the entry's.
+    path = tmp_path / "models.yaml"
+    fields = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    entry = {"architectures": ["DeepseekV3ForCausalLM"], "parameters": 123456, **fields, **latent}
+    path.write_text(json.dumps({"some": entry}))
+    kept = load_model("some", catalogue=path, overrides=["max_position_embeddings=4096"]).weights
+    assert (kept.source, kept.parameters) == ("catalogue", 123456)
+    dropped = load_model("some", catalogue=path, overrides=["vocab_size=1000"]).weights
+    assert dropped.parameters is None
+    assert dropped.why_unknown is not None
+    assert dropped.why_unknown.startswith("num_experts is missing")
 
 
 def test_wrong_overrides_are_refused() -> None:
