@@ -164,6 +164,8 @@ class Report:
         table.columns[2].no_wrap = True
         table.columns[3].justify = "left"
         mark = "█" if self.console.encoding.startswith("utf") else "#"
+        if rank.extra_bytes > 5 << 20:  # less would show as 0.00
+            parts.insert(1, ("rotary tables, LoRA", rank.extra_bytes, ""))
         whole = max(gpu.memory_bytes, sum(size for _, size, _ in parts if size > 0))
         for label, size, note in (*parts, ("in all", gpu.memory_bytes, "")):
             bar = mark * max(0, round(size / whole * _BAR))

@@ -58,7 +58,7 @@ def test_the_memory_shown_adds_up(cli: Cli) -> None:
     lines = cli(FITS).out.splitlines()
     first = next(i for i, line in enumerate(lines) if "memory of each GPU" in line)
     figures = {}
-    for line in lines[first + 2 : first + 8]:
+    for line in lines[first + 2 : first + 9]:
         words = [
             word for word in line.split() if word.replace(".", "").replace(",", "").isdigit() and "." in word
         ]
