@@ -88,49 +88,55 @@ def _whole(path: str) -> Iterator[Path]:
         raise
 
 
-def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fraction | None) -> None:
-    """One CSV row a request: what it asked, what became of it, its times in seconds."""
+class RequestWriter:
+    """Writes one CSV row a request when it ends: what it asked, what became of it, its times in seconds."""
 
-    def time(ticks: float | None) -> float | str:
-        return "" if ticks is None or scale is None else seconds(ticks, scale)
+    def __init__(self, file: TextIO, scale: Fraction | None) -> None:
+        self._scale = scale
+        self._writer = csv.writer(
+            file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC
+        )  # ids hold anything
+        self._writer.writerow(
+            [
+                "id",
+                "status",
+                "arrival_s",
+                "input_tokens",
+                "output_tokens",
+                "generated_tokens",
+                "hit_tokens",
+                "resumed_hit_tokens",
+                "preemptions",
+                "queue_s",
+                "ttft_s",
+                "tpot_s",
+                "e2e_s",
+            ]
+        )
 
-    writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # ids may hold anything
-    writer.writerow(
-        [
-            "id",
-            "status",
-            "arrival_s",
-            "input_tokens",
-            "output_tokens",
-            "generated_tokens",
-            "hit_tokens",
-            "resumed_hit_tokens",
-            "preemptions",
-            "queue_s",
-            "ttft_s",
-            "tpot_s",
-            "e2e_s",
-        ]
-    )
-    for r in records:
+    def __call__(self, r: RequestRecord) -> None:
+        """Write one request."""
         status = r.rejected_for or ("finished" if r.finished is not None else "unfinished")
-        writer.writerow(
+        self._writer.writerow(
             [
                 _cell(r.request.id),
                 status,
-                time(r.request.arrival),
+                self._time(r.request.arrival),
                 r.request.input_tokens,
                 r.request.output_tokens,
                 r.output_tokens,
                 r.hit_tokens,
                 r.resumed_hit_tokens,
                 r.preemptions,
-                time(queue_ticks(r)),
-                time(ttft_ticks(r)),
-                time(tpot_ticks(r)),
-                time(e2e_ticks(r)),
+                self._time(queue_ticks(r)),
+                self._time(ttft_ticks(r)),
+                self._time(tpot_ticks(r)),
+                self._time(e2e_ticks(r)),
             ]
         )
+
+    def _time(self, ticks: float | None) -> float | str:
+        return "" if ticks is None or self._scale is None else seconds(ticks, self._scale)
 
 
 def _cell(text: str) -> str:

@@ -49,6 +49,7 @@ SCHEDULING = {
     "cohort": 6,
     "engines": 7,
     "cost": 6,
+    "tally": 0,
     "metrics": 6,
     "simulate": 7,
 }

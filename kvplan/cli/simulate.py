@@ -168,7 +168,7 @@ def _run(
     events_detail: bool,
 ) -> SimulateResult:
     """Run with the observers that the outputs need; files appear when all is done."""
-    from kvplan.output import EventWriter, Timeline, whole_file, write_requests
+    from kvplan.output import EventWriter, RequestWriter, Timeline, whole_file
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
@@ -184,12 +184,13 @@ def _run(
         if sys.stderr.isatty():
             from kvplan.cli.progress import Progress
 
-            progress = outputs.enter_context(Progress(len(simulation.trace.requests)))
-        result = simulation.run(observers, progress=progress)
+            progress = outputs.enter_context(Progress(simulation))
+        on_request = None
+        if requests is not None:
+            on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)
+        result = simulation.run(observers, progress=progress, on_request=on_request)
         if result.simulation["status"] == "interrupted":
             raise _Partial  # no file may pass for a whole one
-        if requests is not None:
-            write_requests(outputs.enter_context(whole_file(requests)), result.records, scale)
         if columns is not None:
             columns.write(scale)
     return result
