@@ -316,18 +316,18 @@ def open_trace(
         first = lines.peek()
         if format == "auto":
             format = _recognise(first, lines)
-        if format != "scenario":
-            rows = _READERS[format](lines)
-        elif rate_scale != 1:
-            raise InputError(
-                "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
-            )
-        else:
+        if format == "scenario":
             whole = _read_scenario(lines)
             scenario, rows = whole.scenario, iter(whole.requests)
+        else:
+            rows = _READERS[format](lines)
     except InputError:
         lines.close()
         raise
+    if format == "scenario" and rate_scale != 1:
+        raise InputError(
+            "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
+        )
     return TraceStream(
         lines.name,
         format,

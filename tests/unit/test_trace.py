@@ -675,7 +675,7 @@ def test_the_azure_conversation_slice_spans_the_time_of_its_rows(shared: Path) -
 
 def test_a_long_trace_is_put_in_order_within_its_reach(write: Callable[..., str]) -> None:
     rows = [row(id=str(i), arrival_s=float(i)) for i in (3, 1, 2, 0, 5, 4)]
-    stream = open_trace(write("".join(rows)), reorder=3)
+    stream = open_trace(write("\n".join(rows)), reorder=3)
     assert [r.id for r in stream] == ["0", "1", "2", "3", "4", "5"]
     assert stream.to_dict()["requests"] == 6
     assert stream.share_read == 1.0
@@ -686,7 +686,7 @@ def test_a_request_that_comes_too_late_is_refused(write: Callable[..., str]) -> 
     with pytest.raises(
         InputError, match="arrives before others that stand more than 2 lines earlier"
     ) as caught:
-        list(open_trace(write("".join(rows)), reorder=2))
+        list(open_trace(write("\n".join(rows)), reorder=2))
     assert caught.value.hint == "sort the trace by arrival"
 
 
@@ -703,4 +703,4 @@ def test_doubles_among_very_many_ids_are_found_at_the_end(
     monkeypatch.setattr("kvplan.trace._EXACT_IDS", 2)
     rows = [row(id=name) for name in ("a", "b", "c", "d", "a")]
     with pytest.raises(InputError, match="an id stands twice"):
-        list(open_trace(write("".join(rows))))
+        list(open_trace(write("\n".join(rows))))
