@@ -380,6 +380,7 @@ class _Lines:
         """The first line that is not blank, without consuming it."""
         if self._first is None:
             for raw in self._file:
+                self._read += len(raw)
                 if raw.strip():
                     self._first = raw.removeprefix(b"\xef\xbb\xbf")
                     break
