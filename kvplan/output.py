@@ -168,6 +168,7 @@ class EventWriter:
                 ("admitted", [s.id for s in turn.admitted]),
                 ("resumed", [s.id for s in turn.resumed]),
                 ("preempted", [s.id for s in turn.preempted]),
+                ("preemptions", [p._asdict() for p in turn.preemptions]),
                 ("finished", [s.id for s in turn.finished]),
                 ("prefix_hits", [[s.id, tokens] for s, tokens in turn.prefix_hits]),
             ]

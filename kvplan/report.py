@@ -91,6 +91,8 @@ class Report:
                 f"{p.wall_s:.2f} s wall, {p.cpu_s:.2f} s CPU, peak {format_bytes(p.peak_rss_bytes)}",
             )
         self.console.print(table)
+        if result.preemptions.events:
+            self._preemptions(result)
         latency = result.latency
         if result.seconds_per_tick is None:
             self._say("latency: unknown, arrivals are step-numbered (give --step-time)")
@@ -110,6 +112,26 @@ class Report:
                 f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
                 "their error is not known."
             )
+
+    def _preemptions(self, result: SimulateResult) -> None:
+        """Why sequences were preempted, and the costliest cases."""
+        causes = result.causes
+        self._say(f"Of the preemptions {causes.sentence}.")
+        table = _table("worst", "in step", "needed by", "blocks", "lost", "found", "time lost")
+        for case in causes.worst[:5]:
+            why = case.preemption
+            by = "itself" if why.trigger == why.victim else literal(why.trigger)
+            lost = result.seconds(case.lost_ticks) if case.lost_ticks is not None else None
+            table.add_row(
+                literal(why.victim),
+                f"{case.step:,}",
+                f"{by}{' (decoding)' if why.is_decode else ' (prompt)'}",
+                f"{why.needed_blocks:,} of {why.free_blocks:,} free",
+                format_count(why.lost_tokens),
+                format_count(case.found_tokens),
+                "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
+            )
+        self.console.print(table)
 
     # check
 

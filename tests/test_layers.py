@@ -50,8 +50,9 @@ SCHEDULING = {
     "engines": 7,
     "cost": 6,
     "tally": 0,
-    "metrics": 6,
-    "simulate": 7,
+    "preemptions": 6,
+    "metrics": 7,
+    "simulate": 8,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.

@@ -9,6 +9,7 @@ from itertools import accumulate
 from typing import Any
 
 from kvplan.core.engine import Turn
+from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
@@ -242,6 +243,7 @@ class Metrics:
         self.evicted_blocks = 0
         self.peak_blocks = 0
         self._on_request = on_request
+        self._preemptions = PreemptionLog()
         self._totals = _Totals()
         self._gaps = Counts()
         self._ttft, self._queue, self._e2e, self._tpot = Values("q"), Values("q"), Values("q"), Values("d")
@@ -309,6 +311,8 @@ class Metrics:
         for sequence, hit_tokens in turn.prefix_hits:
             self._note_admission(records[sequence.id], start, hit_tokens)
         last_end = end + (turn.steps - 1) * (end - start) + growth * (turn.steps * (turn.steps - 1) // 2)
+        if turn.preemptions or self._preemptions.open:
+            self._preemptions.fold(turn, self.steps - turn.steps, start, last_end)
         self._fold_decoders(turn, start, end, growth)
         self._fold_samples(turn, last_end)
         if turn.finished:
@@ -558,6 +562,10 @@ class Metrics:
             swapped_out_blocks=0,  # the V1 engine preempts by recomputing only
             swapped_in_blocks=0,
         )
+
+    def preemption_causes(self) -> PreemptionCauses:
+        """Why sequences were preempted, over the whole run."""
+        return self._preemptions.causes(self.usable_blocks)
 
     def throughput(self) -> Throughput:
         """Rates of what finished in the window."""

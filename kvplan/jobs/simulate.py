@@ -18,7 +18,8 @@ from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
-from kvplan.core.request import PICOSECONDS
+from kvplan.core.preemptions import PreemptionCauses
+from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError
@@ -77,6 +78,7 @@ class SimulateResult:
     batch: figures.BatchFigures
     prefix_cache: figures.PrefixCacheFigures
     preemptions: figures.PreemptionFigures
+    causes: PreemptionCauses
     latency: figures.LatencyFigures
     goodput: figures.Goodput | None
     warnings: tuple[str, ...]
@@ -98,7 +100,7 @@ class SimulateResult:
             "kv": asdict(self.kv),
             "batch": asdict(self.batch),
             "prefix_cache": asdict(self.prefix_cache),
-            "preemptions": asdict(self.preemptions),
+            "preemptions": {**asdict(self.preemptions), **self._causes()},
             "latency": asdict(self.latency),
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
@@ -106,6 +108,35 @@ class SimulateResult:
         if profile:
             document["profile"] = asdict(self.profile)
         return document
+
+    def _causes(self) -> dict[str, object]:
+        """Why sequences were preempted, with times in seconds."""
+        causes = self.causes
+        return {
+            "by_decodes": causes.by_decodes,
+            "by_prompts": causes.by_prompts,
+            "of_themselves": causes.of_themselves,
+            "lost_tokens": causes.lost_tokens,
+            "found_tokens": causes.found_tokens,
+            "lost_s": self.seconds(causes.lost_ticks),
+            "mean_running": causes.mean_running,
+            "cause": causes.sentence,
+            "worst": [
+                {
+                    "step": case.step,
+                    "time_s": self.seconds(case.tick),
+                    **case.preemption._asdict(),
+                    "running": case.running,
+                    "found_tokens": case.found_tokens,
+                    "lost_s": None if case.lost_ticks is None else self.seconds(case.lost_ticks),
+                }
+                for case in causes.worst
+            ],
+        }
+
+    def seconds(self, ticks: int) -> float | None:
+        """Ticks of the run's clock in seconds; None where arrivals are step-numbered without a step time."""
+        return None if self.seconds_per_tick is None else seconds(ticks, self.seconds_per_tick)
 
 
 def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
@@ -239,6 +270,7 @@ def _result(
         batch=metrics.batch_figures(),
         prefix_cache=metrics.prefix_cache_figures(),
         preemptions=metrics.preemption_figures(),
+        causes=metrics.preemption_causes(),
         latency=metrics.latency(plan.latency_model),
         goodput=metrics.goodput(),
         warnings=(*plan.warnings, *_request_warnings(counts, trace, plan.config)),

@@ -151,6 +151,7 @@ def compare_turn(plain: VllmPlain, turn: Turn[Any]) -> Turn[Any]:
     for name in ("admitted", "resumed", "preempted", "finished"):
         assert [s.id for s in getattr(step, name)] == [s.id for s in getattr(turn, name)], name
     assert [(s.id, n) for s, n in step.prefix_hits] == [(s.id, n) for s, n in turn.prefix_hits]
+    assert step.preemptions == turn.preemptions
     assert evicted == turn.evicted
     assert (step.free_blocks_end, step.running, step.waiting) == (
         turn.free_blocks_end,

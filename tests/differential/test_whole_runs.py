@@ -95,6 +95,7 @@ def figures(
         metrics.batch_figures(),
         metrics.prefix_cache_figures(),
         metrics.preemption_figures(),
+        metrics.preemption_causes(),
         metrics.throughput(),
         metrics.latency({}),
         metrics.goodput(),

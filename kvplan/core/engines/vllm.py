@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Turn
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -212,6 +212,7 @@ class Vllm:
                 if victim in scheduled or victim in decoders:  # its part of this step is undone
                     budget += scheduled.pop(victim, 1)
                     index -= 1
+                turn.preemptions.append(self._cause(victim, member, need))
                 self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
                 decoders.pop(victim, None)
                 fits = victim is not member
@@ -239,6 +240,22 @@ class Vllm:
         if member.decoding:
             return int((member.base + self.cohort.step) % self.config.block_size == 0)
         return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
+
+    def _cause(self, victim: Member, trigger: Member, needed: int) -> Preemption:
+        return Preemption(
+            victim=victim.id,
+            trigger=trigger.id,
+            is_decode=self._computed(trigger) + 1 == self._num_tokens(trigger),
+            needed_blocks=needed,
+            free_blocks=self.pool.free,
+            lost_tokens=self._computed(victim),
+        )
+
+    def _computed(self, member: Member) -> int:
+        return member.base + self.cohort.step if member.decoding else member.computed
+
+    def _num_tokens(self, member: Member) -> int:
+        return member.base + self.cohort.step + 1 if member.decoding else member.num_tokens
 
     def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool, took_block: bool) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""

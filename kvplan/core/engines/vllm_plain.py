@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.content import BlockHash, block_hashes
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Sequence, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Sequence, Turn
 from kvplan.core.request import Request
 
 
@@ -285,6 +285,7 @@ class VllmPlain:
                 if victim in scheduled:  # by priority only: its part of this step is undone
                     budget += scheduled.pop(victim)
                     index -= 1
+                self._note_preemption(turn, victim, sequence, tokens)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
             if fits:
@@ -302,6 +303,22 @@ class VllmPlain:
         victim = max(self.running, key=_queue_key)
         self.running.remove(victim)
         return victim
+
+    def _note_preemption(
+        self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, tokens: int
+    ) -> None:
+        """Tell who needed how many blocks, and what is thrown away for it."""
+        needed = self._blocks_for(trigger.computed + tokens) - len(trigger.blocks)
+        turn.preemptions.append(
+            Preemption(
+                victim=victim.id,
+                trigger=trigger.id,
+                is_decode=trigger.computed + 1 == trigger.num_tokens,
+                needed_blocks=needed,
+                free_blocks=self.pool.num_free,
+                lost_tokens=victim.computed,
+            )
+        )
 
     def _preempt(self, turn: Turn[PlainSequence], victim: PlainSequence) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
