@@ -172,25 +172,22 @@ def _run(
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
+    turns: list[Observer] = []
     with suppress(_Partial), ExitStack() as outputs:
         if events is not None:
-            observers.append(
-                EventWriter(outputs.enter_context(whole_file(events)), scale, detail=events_detail)
-            )
-        columns = Timeline(timeline, simulation.usable_blocks) if timeline is not None else None
-        if columns is not None:
-            observers.append(columns)
-        progress = None
+            file = outputs.enter_context(whole_file(events))
+            observers.append(EventWriter(file, scale, detail=events_detail))
+        if timeline is not None:
+            columns = Timeline(timeline, simulation.usable_blocks, scale)
+            turns.append(outputs.enter_context(columns.writing()))
         if sys.stderr.isatty():
             from kvplan.cli.progress import Progress
 
-            progress = outputs.enter_context(Progress(simulation))
+            turns.append(outputs.enter_context(Progress(simulation)))
         on_request = None
         if requests is not None:
             on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)
-        result = simulation.run(observers, progress=progress, on_request=on_request)
+        result = simulation.run(observers, turns=turns, on_request=on_request)
         if result.simulation["status"] == "interrupted":
             raise _Partial  # no file may pass for a whole one
-        if columns is not None:
-            columns.write(scale)
     return result

@@ -160,7 +160,8 @@ class Turn(Generic[S]):
 
     ``preemptions`` tells of each of ``preempted`` why.
 
-    Counts taken after scheduling the first step: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used
+    Counts taken after scheduling the first step: ``free_blocks``, ``cached_blocks`` (those of them that hold
+    reusable content), ``running``, ``waiting``, ``shared_blocks`` (used
     by more than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of
     them that their owner will fill). ``free_blocks_end`` is taken after the finished were freed. Sequences that
     finish do so in the last step.
@@ -194,6 +195,7 @@ class Turn(Generic[S]):
     scheduled_tokens: int = 0
     recomputed_tokens: int = 0
     free_blocks: int = 0
+    cached_blocks: int = 0
     free_blocks_end: int = 0
     running: int = 0
     waiting: int = 0

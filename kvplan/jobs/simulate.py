@@ -196,14 +196,14 @@ class Simulation:
         self,
         observers: Sequence[Observer] = (),
         *,
-        progress: Observer | None = None,
+        turns: Sequence[Observer] = (),
         on_request: Callable[[figures.RequestRecord], None] | None = None,
         path: EnginePath | None = None,
     ) -> SimulateResult:
         """Replay the trace. An interrupt ends it with what ran so far.
 
-        ``observers`` see every step, for which the plain engine serves; ``progress`` sees turns as they come, and
-        ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``; both decide the
+        ``observers`` see every step with all who decode, for which the plain engine serves; ``turns`` see turns as
+        they come, and ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``; both decide the
         same.
         """
         plan, trace = self._plan, self.trace
@@ -228,7 +228,7 @@ class Simulation:
                 metrics,
                 decode_price=plan.decode_price,
                 step_numbered=trace.step_numbered,
-                observe=_together([*observers, progress] if progress else observers),
+                observe=_together([*observers, *turns]),
             )
             status, reason = outcome.status, outcome.reason
         except KeyboardInterrupt:

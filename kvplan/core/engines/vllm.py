@@ -125,6 +125,7 @@ class Vllm:
         turn.work.decode_context = cohort.context
         turn.takes = cohort.takes(steps)
         turn.free_blocks = self.pool.free - turn.takes[0]
+        turn.cached_blocks = min(self.pool.idle, turn.free_blocks)  # blocks without content are taken first
         turn.evicted = self.pool.take(sum(turn.takes))
         turn.running, turn.waiting = len(self.running), len(self.waiting)
         turn.scheduled_tokens = cohort.size * steps
@@ -397,7 +398,7 @@ class Vllm:
             empty = -member.computed % block_size
             turn.empty_slots += empty
             turn.reserved_slots += min(empty, member.final_tokens - member.computed)
-        turn.free_blocks = self.pool.free
+        turn.free_blocks, turn.cached_blocks = self.pool.free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 
