@@ -149,7 +149,9 @@ def main() -> None:
         bad = [check for check in outcome if not check.is_right]
         right[row.family] += not bad
         if bad:
-            wrong.append(f"{row.name} ({row.model}): {describe(bad)}; {REASONS.get(row.name, 'NOT EXPLAINED')}")
+            wrong.append(
+                f"{row.name} ({row.model}): {describe(bad)}; {REASONS.get(row.name, 'NOT EXPLAINED')}"
+            )
         if arguments.rows:
             print(f"{row.name:60.60} {row.model:42.42} {'right' if not bad else 'WRONG'} {describe(outcome)}")
     print(f"{'family':22} {'rows':>5} {'right':>6}")
@@ -173,7 +175,9 @@ def judge(row: Row) -> list[Check] | str:
     own = internal(row)
     model = known_model(row.model)
     if model is None or (row.kv_gib is None and row.needed_gib is None):
-        return own or ("the model is not known" if model is None else "no memory and no concurrency is printed")
+        return own or (
+            "the model is not known" if model is None else "no memory and no concurrency is printed"
+        )
     best: list[Check] | None = None
     fault = "no figure beside the memory"
     for version, caching in candidates(row, model):
@@ -234,7 +238,10 @@ def predictions(row: Row, model: str, version: str, caching: bool | None) -> lis
         options["enable_prefix_caching"] = caching
     if row.max_model_len is not None:
         # Fine-tunes and flags go beyond the catalogue's maximum.
-        options |= {"max_model_len": row.max_model_len, "set": [f"max_position_embeddings={row.max_model_len}"]}
+        options |= {
+            "max_model_len": row.max_model_len,
+            "set": [f"max_position_embeddings={row.max_model_len}"],
+        }
     kv = row.kv_gib if row.kv_gib is not None else row.needed_gib
     assert kv is not None
     low, high = (plan(model, options, round(kv * GIB) + way * HALF) for way in (-1, 1))
@@ -256,7 +263,7 @@ def predictions(row: Row, model: str, version: str, caching: bool | None) -> lis
 
 
 def plan(model: str, options: dict[str, object], kv_bytes: int) -> SizeResult:
-    """kvplan's own figures for a memory."""
+    """Kvplan's own figures for a memory."""
     return size(model, kv_cache_memory_bytes=kv_bytes, **options)
 
 
@@ -365,7 +372,9 @@ def parsed(line: dict[str, str]) -> Row:
 
 def known_gpu(text: str) -> dict[str, object]:
     """The option for a GPU whose kind decides defaults; empty where the catalogue does not have it."""
-    name = {"h100-sxm-80gb": "h100-80gb"}.get(text.lower(), re.sub(r"[ -]+", "-", text.lower().split(" 79.18")[0]))
+    name = {"h100-sxm-80gb": "h100-80gb"}.get(
+        text.lower(), re.sub(r"[ -]+", "-", text.lower().split(" 79.18")[0])
+    )
     try:
         return {"gpu": load_gpu(re.sub(r"-24gb$", "", name)).name}
     except KvplanError:

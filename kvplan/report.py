@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
     from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
     from kvplan.options import Settings
@@ -132,6 +133,15 @@ class Report:
                 "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
             )
         self.console.print(table)
+
+    def min_blocks(self, least: MinBlocks) -> None:
+        """The smallest pool that was found to meet a goal."""
+        if least.num_gpu_blocks is None:
+            self._say(f"No pool meets --min-blocks {literal(least.goal)}: {least.proof}.")
+            return
+        self._say(
+            f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
+        )
 
     # check
 

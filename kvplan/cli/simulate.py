@@ -124,12 +124,21 @@ def simulate(
     events_detail: Annotated[
         bool, typer.Option("--events-detail", help="With --events: block ids too.")
     ] = False,
+    min_blocks: Annotated[
+        str | None,
+        typer.Option(
+            "--min-blocks",
+            metavar="0|N%|hit-rate=N%",
+            help="Also find a small pool with no preemption, with N % of the requests preempted or such a hit rate.",
+        ),
+    ] = None,
     set: shared.Set = None,
     models: shared.Models = None,
     profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
     json: shared.Json = False,
 ) -> None:
     """Replay a trace through vLLM's scheduler, block pool and prefix cache."""
+    from kvplan.jobs.min_blocks import find_min_blocks, parse_goal
     from kvplan.jobs.simulate import Simulation
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
@@ -140,16 +149,26 @@ def simulate(
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
         )
-    simulation = Simulation(trace, shared.from_params(SimulateOptions, ctx.params))
-    result = _run(simulation, requests, timeline, events, events_detail)
+    goal = None if min_blocks is None else parse_goal(min_blocks, trace)
+    settings = shared.from_params(SimulateOptions, ctx.params)
+    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail)
+    least = None
+    if goal is not None and result.simulation["status"] != "interrupted":
+        least = find_min_blocks(trace, settings, goal)
     for warning in result.warnings:
         shared.warn(warning)
     if json:
-        shared.print_json(result.to_dict(profile=profile))
+        document = result.to_dict(profile=profile)
+        if least is not None:
+            document["min_blocks"] = least.to_dict()
+        shared.print_json(document)
     else:
         from kvplan.report import Report
 
-        Report().simulate(result, profile=profile)
+        report = Report()
+        report.simulate(result, profile=profile)
+        if least is not None:
+            report.min_blocks(least)
     if result.simulation["status"] == "interrupted":
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":

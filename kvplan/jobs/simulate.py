@@ -162,8 +162,14 @@ class Simulation:
     """
 
     def __init__(
-        self, source: str, options: SimulateOptions, origins: Mapping[str, str] | None = None
+        self,
+        source: str,
+        options: SimulateOptions,
+        origins: Mapping[str, str] | None = None,
+        *,
+        num_gpu_blocks: int | None = None,
     ) -> None:
+        """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
         check_options(options)
         self.options = options
         self.trace = open_trace(
@@ -175,6 +181,8 @@ class Simulation:
         )
         try:
             self._plan = _plan(self.trace, options, origins)
+            if num_gpu_blocks is not None:
+                self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
                 self._plan.config.check()
             self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
@@ -203,8 +211,8 @@ class Simulation:
         """Replay the trace. An interrupt ends it with what ran so far.
 
         ``observers`` see every step with all who decode, for which the plain engine serves; ``turns`` see turns as
-        they come, and ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``; both decide the
-        same.
+        they come, and ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``;
+        both decide the same.
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers else "fast")
