@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvplan.core.sizing import Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
     from kvplan.options import Settings
@@ -243,6 +244,8 @@ class Report:
                 f"{p.wall_s:.2f} s wall, {p.cpu_s:.2f} s CPU, peak {format_bytes(p.peak_rss_bytes)}",
             )
         self.console.print(table)
+        if result.preemptions.events:
+            self._preemptions(result)
         latency = result.latency
         if result.seconds_per_tick is None:
             self._say("latency: unknown, arrivals are step-numbered (give --step-time)")
@@ -262,6 +265,35 @@ class Report:
                 f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
                 "their error is not known."
             )
+
+    def _preemptions(self, result: SimulateResult) -> None:
+        """Why sequences were preempted, and the costliest cases."""
+        causes = result.causes
+        self._say(f"Of the preemptions {causes.sentence}.")
+        table = _table("worst", "in step", "needed by", "blocks", "lost", "found", "time lost")
+        for case in causes.worst[:5]:
+            why = case.preemption
+            by = "itself" if why.trigger == why.victim else literal(why.trigger)
+            lost = result.seconds(case.lost_ticks) if case.lost_ticks is not None else None
+            table.add_row(
+                literal(why.victim),
+                f"{case.step:,}",
+                f"{by}{' (decoding)' if why.is_decode else ' (prompt)'}",
+                f"{why.needed_blocks:,} of {why.free_blocks:,} free",
+                format_count(why.lost_tokens),
+                format_count(case.found_tokens),
+                "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
+            )
+        self.console.print(table)
+
+    def min_blocks(self, least: MinBlocks) -> None:
+        """The smallest pool that was found to meet a goal."""
+        if least.num_gpu_blocks is None:
+            self._say(f"No pool meets --min-blocks {literal(least.goal)}: {least.proof}.")
+            return
+        self._say(
+            f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
+        )
 
     # check
 

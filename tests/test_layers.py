@@ -54,8 +54,10 @@ SCHEDULING = {
     "cohort": 6,
     "engines": 7,
     "cost": 6,
-    "metrics": 6,
-    "simulate": 7,
+    "tally": 0,
+    "preemptions": 6,
+    "metrics": 7,
+    "simulate": 8,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.
