@@ -57,8 +57,9 @@ def test_without_a_budget_it_says_how_to_ask(cli: Cli) -> None:
 def test_the_memory_shown_adds_up(cli: Cli) -> None:
     lines = cli(FITS).out.splitlines()
     first = next(i for i, line in enumerate(lines) if "memory of each GPU" in line)
+    last = next(i for i, line in enumerate(lines) if line.startswith(" in all"))
     figures = {}
-    for line in lines[first + 2 : first + 9]:
+    for line in lines[first + 2 : last + 1]:
         words = [
             word for word in line.split() if word.replace(".", "").replace(",", "").isdigit() and "." in word
         ]
