@@ -16,6 +16,7 @@ import typer
 
 from kvplan import __version__
 from kvplan.cli import audit, catalogues, check, simulate, size
+from kvplan.cli.options import LightGroup
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
 
@@ -36,6 +37,7 @@ _COMMANDS = ("size", "simulate", "check", "audit", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
+    cls=LightGroup,
     epilog="Start with: kvplan size llama-2-13b --seq 4096",
     invoke_without_command=True,
     rich_markup_mode=None,

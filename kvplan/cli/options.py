@@ -9,7 +9,7 @@ from dataclasses import fields
 from typing import Annotated, Any, TypeVar
 
 import typer
-from typer.core import TyperCommand, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from kvplan import __version__
 from kvplan.errors import InputError
@@ -173,23 +173,55 @@ _Options = TypeVar("_Options", bound=ServingOptions)
 
 
 class LightCommand(TyperCommand):
-    """A command whose options cost nothing unless they are given.
+    """A command whose options cost nothing unless there is something to be read.
 
-    Typer builds a validator for each option that it meets; with two dozen options that is a tenth of the time that
-    `kvplan size` takes, and all but a few are left out.
+    Typer validates each value with pydantic, which takes as long to import as the rest of Typer. Options that were
+    left out and plain texts need none of it; numbers are read by `from_params`.
     """
 
-    def __init__(self, *arguments: Any, **settings: Any) -> None:
-        super().__init__(*arguments, **settings)
-        for parameter in self.params:
-            if type(parameter) is TyperOption and parameter.default is None:
-                parameter.__class__ = _LightOption
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, those that Typer adds included."""
+        return _made_light(super().get_params(ctx))
+
+
+class LightGroup(TyperGroup):
+    """The application itself, with options as light."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """The parameters, those that Typer adds included."""
+        return _made_light(super().get_params(ctx))
+
+
+def _made_light(parameters: list[Any]) -> list[Any]:
+    for parameter in parameters:
+        if type(parameter) is TyperOption:
+            parameter.__class__ = _LightOption
+        elif type(parameter) is TyperArgument:
+            parameter.__class__ = _LightArgument
+    return parameters
+
+
+def _is_text(parameter: Any, value: Any) -> bool:
+    """Whether ``value`` is what the parameter asks for as it is; never where Typer does not say what that is."""
+    kind = getattr(getattr(parameter, "type_descriptor", None), "annotation", None)
+    many = parameter.multiple or parameter.nargs == -1
+    if many:
+        return kind == list[str] and bool(value) and all(isinstance(item, str) for item in value)
+    return kind is str and isinstance(value, str)
 
 
 class _LightOption(TyperOption):
     def process_value(self, ctx: Any, value: Any) -> Any:
-        """An option that was left out needs no reading."""
-        return None if value is None else super().process_value(ctx, value)
+        """An option that was left out, or is a text, needs no reading."""
+        if value is None and self.default is None and not self.required:
+            return None
+        return value if _is_text(self, value) and not self.callback else super().process_value(ctx, value)
+
+
+class _LightArgument(TyperArgument):
+    def process_value(self, ctx: Any, value: Any) -> Any:
+        """An argument that is a text needs no reading."""
+        return value if _is_text(self, value) and not self.callback else super().process_value(ctx, value)
 
 
 def from_params(kind: type[_Options], params: Mapping[str, object]) -> _Options:
