@@ -13,19 +13,16 @@ from typing import Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
+from kvplan.core.engine_sizing import EngineRules, EngineSizing, engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
-    KV_CACHE_DTYPES,
     STATES,
     CacheFormat,
     CompressedLatent,
     LatentAttention,
     LayerCache,
-    SparseIndexer,
 )
 from kvplan.core.model import ModelSpec
-from kvplan.core.overhead import Overhead, estimate_overhead
-from kvplan.core.pool import VllmPool
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -37,14 +34,10 @@ from kvplan.core.sizing import (
     plan_capacity,
     weight_sizes,
 )
-from kvplan.core.vllm_rules import VllmRules, vllm_rules
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
 
-#: The default block of latents of several tokens (DeepSeek-V4, v1/attention/backends/mla/sparse_swa.py).
-_COMPRESSED_BLOCK_SIZE = 256
-_DEFAULT_BLOCK_SIZE = 16
 #: Ways to draft that need no layers with a cache.
 _METHODS_WITHOUT_LAYERS = ("ngram", "suffix", "medusa", "mlp_speculator", "gemma4_mtp")
 
@@ -85,19 +78,21 @@ def serve(
     """
     options: ServingOptions = resolver.options
     engine = resolver.note_engine()
+    sizing = engine_sizing(engine.name, engine.version)
     warnings: list[str] = []
-    deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
+    _check_settings(options, sizing.rules)
+    deployment = _deployment(spec, resolver, sizing.rules, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
     )
     budget = _gpu_budget(gpu, options, deployment)
-    served = _plan(spec, gpu, engine, deployment, budget, warnings)
+    served = _plan(spec, gpu, engine, sizing, deployment, budget, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
         longest = served.capacity.max_model_len_that_fits
         if longest:
             resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
             deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
-            served = _plan(spec, gpu, engine, deployment, budget, warnings)
+            served = _plan(spec, gpu, engine, sizing, deployment, budget, warnings)
     return served
 
 
@@ -105,16 +100,18 @@ def _plan(
     spec: ModelSpec,
     gpu: Gpu | None,
     engine: Engine,
+    sizing: EngineSizing,
     deployment: Deployment,
     budget: GpuBudget | None,
     warnings: list[str],
 ) -> Served:
-    plan = Plan(spec, deployment, VllmPool)
+    stages = sizing.stages(spec.num_layers, deployment.pipeline_parallel_size)
+    plan = Plan(spec, deployment, sizing.make_pool, stages)
     given = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
     capacity = None
     if budget is not None or given:
-        overheads = () if given else tuple(_overhead(spec, gpu, deployment) for _ in plan.stages)
-        capacity = plan_capacity(plan, Budget(budget, overheads))
+        overheads = () if given else tuple(sizing.overhead(spec, deployment, gpu) for _ in plan.stages)
+        capacity = plan_capacity(plan, Budget(budget, overheads, sizing.is_measured))
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -135,27 +132,24 @@ def _heaviest(plan: Plan) -> int:
     return sizes.index(max(sizes))
 
 
-def _overhead(spec: ModelSpec, gpu: Gpu | None, deployment: Deployment) -> Overhead:
-    return estimate_overhead(
-        spec,
-        version=deployment.version,
-        max_num_batched_tokens=deployment.max_num_batched_tokens,
-        max_num_seqs=deployment.max_num_seqs,
-        dtype=deployment.dtype,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        enforce_eager=deployment.enforce_eager,
-        compute_capability=gpu.compute_capability if gpu else None,
-        num_sms=gpu.num_sms if gpu else None,
-    )
-
-
 # Settings
+
+
+def _check_settings(options: ServingOptions, rules: EngineRules) -> None:
+    """Refuse what the engine does not have."""
+    for name in sorted(rules.missing_settings):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"{flag(name)} is no setting of engine {rules.name}, or its effect there is not known",
+                where=flag(name),
+                hint="leave it out, or use engine vllm",
+            )
 
 
 def _deployment(
     spec: ModelSpec,
     resolver: Resolver[Any],
+    rules: EngineRules,
     engine: Engine,
     gpu: Gpu | None,
     gpu_count: int | None,
@@ -163,43 +157,53 @@ def _deployment(
 ) -> Deployment:
     """Every setting but the sequences, which are left at one token."""
     options: ServingOptions = resolver.options
-    rules = vllm_rules(engine.version)
-    default = f"default of {engine.name} {engine.version}"
+    default = f"default of {engine.name} {engine.version}".rstrip()
+    caches = [item.cache for item in spec.layers]
     length = _max_model_len(spec, resolver, warnings)
     batch, seqs = choose_batch_limits(
         resolver,
         rules.batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
         length,
         f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
+        fitted=rules.batch_holds_sequences,
     )
-    if batch < seqs:
+    if batch < seqs and rules.batch_holds_sequences:
         raise InputError(
             f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
             where="--max-num-batched-tokens",
             hint="raise it, or lower --max-num-seqs",
         )
-    ranks = _ranks(resolver, gpu_count, default)
+    ranks = _ranks(resolver, gpu_count, default, spreads_layers=rules.spreads_layers)
     check_tensor_parallel(spec, ranks.tensor)
     context = _decode_context(spec, resolver, ranks.tensor, default)
     drafts = _drafts(spec, resolver)
     dtype = _dtype(spec, resolver, default)
     capability = gpu.compute_capability if gpu else None
-    kv_dtype = _kv_dtype(spec, resolver, dtype, rules, capability)
-    states = any(isinstance(item.cache, STATES) for item in spec.layers)
+    kv_form = _kv_form(spec, resolver, dtype, rules, capability, default)
+    states = any(isinstance(cache, STATES) for cache in caches)
     caching = rules.prefix_caching(
-        has_states=states, has_attention=any(not isinstance(item.cache, STATES) for item in spec.layers)
+        has_states=states, has_attention=any(not isinstance(cache, STATES) for cache in caches)
+    )
+    conv_dtype, state_dtype = rules.state_dtypes(caches)
+    eager = resolver.choose("enforce_eager", False, default)
+    share = rules.memory_share(
+        memory_bytes=_memory_bytes(gpu, options),
+        ranks=ranks.tensor * ranks.pipeline,
+        max_num_batched_tokens=batch,
+        enforce_eager=eager,
+        caches=caches,
     )
     return Deployment(
         seq=1,
         max_model_len=length,
         cache=CacheFormat(
             dtype=dtype,
-            kv_cache_dtype=kv_dtype,
+            kv_cache_dtype=kv_form,
             tensor_parallel_size=ranks.tensor,
             decode_context_parallel_size=context,
             num_speculative_tokens=drafts.tokens,
-            mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype"),
-            mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype"),
+            mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype") or conv_dtype,
+            mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype") or state_dtype,
             latent_row_multiple=rules.latent_row_multiple,
             encoder_tokens=batch,
         ),
@@ -208,13 +212,12 @@ def _deployment(
         pipeline_parallel_size=ranks.pipeline,
         data_parallel_size=ranks.data,
         enable_expert_parallel=resolver.choose("enable_expert_parallel", False, default),
-        block_size=_block_size(spec, resolver, rules, kv_dtype, capability, default),
-        gpu_memory_utilization=resolver.choose(
-            "gpu_memory_utilization", rules.gpu_memory_utilization, default
-        ),
+        block_size=_block_size(spec, resolver, rules, kv_form, capability, default),
+        gpu_memory_utilization=resolver.choose("gpu_memory_utilization", share, default),
         max_num_seqs=seqs,
+        is_max_num_seqs_given=options.max_num_seqs is not None,
         max_num_batched_tokens=batch,
-        enforce_eager=resolver.choose("enforce_eager", False, default),
+        enforce_eager=eager,
         enable_prefix_caching=resolver.choose("enable_prefix_caching", caching, default),
         async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling, default),
         hybrid_kv_cache_manager=not resolver.choose("disable_hybrid_kv_cache_manager", False, default),
@@ -234,15 +237,20 @@ class _Ranks(NamedTuple):
     data: int
 
 
-def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str) -> _Ranks:
-    """Degrees of parallelism; a number of GPUs alone is tensor parallel."""
+def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spreads_layers: bool) -> _Ranks:
+    """Degrees of parallelism; a number of GPUs alone is tensor parallel, or stages if the engine spreads layers."""
     options: ServingOptions = resolver.options
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     none_given = all(getattr(options, name) is None for name in names)
-    tensor = resolver.choose("tensor_parallel_size", gpu_count if gpu_count and none_given else 1, default)
-    if gpu_count and none_given:
-        resolver.note("tensor_parallel_size", tensor, "--gpu", given=True)
+    tensor = resolver.choose("tensor_parallel_size", 1, default)
     pipeline = resolver.choose("pipeline_parallel_size", 1, default)
+    if gpu_count and none_given:
+        if spreads_layers:
+            pipeline = gpu_count
+        else:
+            tensor = gpu_count
+        name = names[1 if spreads_layers else 0]
+        resolver.note(name, gpu_count, "--gpu", given=True)
     data = resolver.choose("data_parallel_size", 1, default)
     needed = tensor * pipeline * data
     if gpu_count is not None and gpu_count != needed:
@@ -343,14 +351,22 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
 
 
 def choose_batch_limits(
-    resolver: Resolver[Any], defaults: tuple[int, int], max_model_len: int, source: str
+    resolver: Resolver[Any],
+    defaults: tuple[int, int],
+    max_model_len: int,
+    source: str,
+    *,
+    fitted: bool = True,
 ) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does.
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or if ``fitted`` fitted to the longest sequence as vLLM does.
 
     engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
     take the longest prompt; no step needs more tokens than all sequences can have.
     """
     batch, seqs = defaults
+    if not fitted:
+        batch = resolver.choose("max_num_batched_tokens", batch, source)
+        return batch, resolver.choose("max_num_seqs", seqs, source)
     if getattr(resolver.options, "enable_chunked_prefill", None) is False:
         batch = max(batch, max_model_len)
     batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
@@ -396,52 +412,39 @@ def _dtype(spec: ModelSpec, resolver: Resolver[Any], default: str) -> str:
     return alias
 
 
-def _kv_dtype(
-    spec: ModelSpec, resolver: Resolver[Any], dtype: str, rules: VllmRules, capability: str | None
+def _kv_form(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    dtype: str,
+    rules: EngineRules,
+    capability: str | None,
+    default: str,
 ) -> str:
-    """The form of the KV cache: given, the checkpoint's own, or the model's dtype; sparse latents pack theirs."""
-    asked = resolver.choose("kv_cache_dtype", "auto", f"default of vllm {rules.version}")
-    if asked != "auto" and asked not in KV_CACHE_DTYPES:
-        raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
-    chosen, why = asked, ""
-    if asked == "auto" and spec.kv_cache_dtype is not None:
-        chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
-    elif asked == "auto" and rules.latent_is_fp8(spec.architecture, capability):
-        chosen, why = "fp8_e4m3", "the default of this model on this GPU"
-    if any(isinstance(item.cache, CompressedLatent) for item in spec.layers):
-        if asked in ("auto", "fp8", "fp8_e4m3"):
-            chosen, why = "fp8_ds_mla", "the form of compressed latents"
-    elif any(isinstance(item.cache, SparseIndexer) for item in spec.layers):
-        packed = rules.sparse_latent_dtype(chosen, capability)
-        if packed != chosen:
-            chosen, why = packed, "the form of sparse latents"
-    if chosen == "auto":
-        chosen, why = dtype, "as dtype"
+    """The form of the KV cache, in the engine's words."""
+    asked = resolver.choose("kv_cache_dtype", "auto", default)
+    form, why = rules.kv_form(
+        asked,
+        dtype=dtype,
+        checkpoint=spec.kv_cache_dtype,
+        caches=[item.cache for item in spec.layers],
+        compute_capability=capability,
+    )
     if why:
-        resolver.spell_out("kv_cache_dtype", chosen, why)
-    return chosen
+        resolver.spell_out("kv_cache_dtype", form, why)
+    return form
 
 
 def _block_size(
     spec: ModelSpec,
     resolver: Resolver[Any],
-    rules: VllmRules,
-    kv_dtype: str,
+    rules: EngineRules,
+    kv_form: str,
     capability: str | None,
     default: str,
 ) -> int:
     caches = [item.cache for item in spec.layers]
-    size, why = _DEFAULT_BLOCK_SIZE, default
-    if any(isinstance(cache, CompressedLatent) for cache in caches):
-        size, why = _COMPRESSED_BLOCK_SIZE, f"{default} for compressed latents"
-    elif any(isinstance(cache, LatentAttention) for cache in caches):
-        size = rules.latent_block_size(
-            capability,
-            sparse=any(isinstance(cache, SparseIndexer) for cache in caches),
-            fp8=kv_dtype.startswith("fp8"),
-        )
-        why = f"{default} for latent attention"
-    chosen = resolver.choose("block_size", size, why)
+    size, special = rules.default_block_size(caches, kv_form, capability)
+    chosen = resolver.choose("block_size", size, f"{default} for {special}" if special else default)
     ratio = math.lcm(*(cache.tokens_per_state for cache in caches if isinstance(cache, CompressedLatent)))
     if chosen % ratio:
         raise InputError(
@@ -488,6 +491,11 @@ def find_gpu(text: str | None) -> tuple[Gpu | None, int | None]:
     if count == 0:
         raise InputError(f'"{text}" names no GPU', where="--gpu", hint="write 1x or more")
     return load_gpu(match.group(2)), count
+
+
+def _memory_bytes(gpu: Gpu | None, options: ServingOptions) -> int | None:
+    given = size_in_bytes(options.gpu_memory, "gpu_memory")
+    return given if given is not None or gpu is None else gpu.memory_bytes
 
 
 def _gpu_budget(gpu: Gpu | None, options: ServingOptions, deployment: Deployment) -> GpuBudget | None:

@@ -41,6 +41,9 @@ MEMORY = {
     "overhead": 6,
     "pool": 6,
     "sizing": 7,
+    "kept_layers": 7,
+    "pools": 8,
+    "engine_sizing": 9,
     "explain": 8,
 }
 SCHEDULING = {

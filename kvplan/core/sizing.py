@@ -191,7 +191,7 @@ class Plan:
             ),
             bytes_per_block=block,
             bytes_per_sequence=sequence,
-            allocated_bytes_per_sequence=block * pool.blocks(seq),
+            allocated_bytes_per_sequence=pool.allocated_bytes(seq, stage),
             total_bytes=sequence * self.deployment.concurrency,
             groups=tuple(
                 KvGroup(
@@ -257,15 +257,16 @@ class Budget(NamedTuple):
     gpu: GpuBudget | None
     #: Of each stage; empty where KV memory or blocks are given.
     overheads: tuple[Overhead, ...]
+    #: Whether the ranges of the overheads were held against enough logs to trust a yes that both ends share.
+    is_measured: bool = True
 
 
 def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     """What fits into a GPU's budget, a given KV memory or a given number of blocks.
 
     ``fits``: the engine starts at ``max_model_len`` and ``concurrency`` sequences of ``seq`` tokens are resident
-    at once. vLLM: requested = ceil(memory x utilization) (v1/worker/gpu_worker.py), blocks = available // bytes per
-    block on each rank, and the smallest rank decides (v1/core/kv_cache_planning.py). Raises `InputError` if the
-    weights' size is needed and not known.
+    at once. The pool says what is left for KV and how many blocks that makes on each rank; the smallest rank
+    decides. Raises `InputError` if the weights' size is needed and not known.
     """
     deployment, pool = plan.deployment, plan.pool
     weights = [stage_weights(plan.spec, deployment, stage) for stage in plan.stages]
@@ -294,6 +295,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         if not budget.overheads
         else "likely"
         if len({verdict.fits for verdict in verdicts.values()}) == 1
+        and (budget.is_measured or not chosen.fits)
         else "uncertain",
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
@@ -303,7 +305,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         usable_blocks=usable,
         kv_cache_tokens=tokens,
         max_concurrency=concurrency,
-        concurrent_sequences=usable // per_sequence if per_sequence else 0,
+        concurrent_sequences=_at_once(usable, per_sequence, _places(blocks)),
         max_model_len_that_fits=_longest_that_fits(plan, num_blocks),
         headroom_bytes=spare * block_bytes,
         headroom_share=spare / usable if usable else None,
@@ -337,6 +339,8 @@ _ESTIMATED = ("overhead_bytes", "available_kv_bytes", "num_gpu_blocks", "kv_cach
 class _StageBlocks(NamedTuple):
     available_kv_bytes: int
     num_blocks: int
+    pool_bytes: int
+    sequences: int | None
 
 
 class _Verdict(NamedTuple):
@@ -353,7 +357,7 @@ def _stage_blocks(
         block = plan.pool.bytes_per_block(stage)
         if deployment.num_gpu_blocks_override is not None:
             blocks = deployment.num_gpu_blocks_override
-            found.append(_StageBlocks(blocks * block, blocks))
+            found.append(_StageBlocks(blocks * block, blocks, blocks * block, None))
             continue
         if deployment.kv_cache_memory_bytes is not None:
             available = deployment.kv_cache_memory_bytes
@@ -366,11 +370,24 @@ def _stage_blocks(
                     where=f"model {plan.spec.name}",
                     hint="give a folder with its *.safetensors files, or --kv-cache-memory-bytes",
                 )
-            requested = math.ceil(budget.gpu.memory_bytes * deployment.gpu_memory_utilization)
             lora = deployment.lora_bytes[i] if deployment.lora_bytes else 0
-            available = requested - held - lora - budget.overheads[i].total(margin)
-        found.append(_StageBlocks(available, available // block if block else 1))
+            used = held + lora + budget.overheads[i].total(margin)
+            available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
+        share = plan.pool.share(available, stage)
+        found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences))
     return found
+
+
+def _places(stages: Sequence[_StageBlocks]) -> int | None:
+    """Sequences that have a place beside the blocks on every rank; None: no limit but the blocks."""
+    return min((item.sequences for item in stages if item.sequences is not None), default=None)
+
+
+def _at_once(usable: int, per_sequence: int, places: int | None) -> int:
+    """Sequences that are resident at once: as many as have blocks and a place beside them."""
+    if not per_sequence:
+        return places or 0
+    return usable // per_sequence if places is None else min(usable // per_sequence, places)
 
 
 def _within_memory(
@@ -382,8 +399,10 @@ def _within_memory(
 ) -> _Verdict:
     """A given pool bypasses the budget, but not the memory of the GPU."""
     num_blocks = min(item.num_blocks for item in blocks)
-    for stage, held in zip(plan.stages, weights, strict=True):
-        needed = (held or 0) + num_blocks * plan.pool.bytes_per_block(stage)
+    for stage, held, item in zip(plan.stages, weights, blocks, strict=True):
+        # The smallest rank decides how many blocks all have; what is beside the blocks stays.
+        spared = (item.num_blocks - num_blocks) * plan.pool.bytes_per_block(stage)
+        needed = (held or 0) + item.pool_bytes - spared
         if needed > gpu.memory_bytes:
             return _Verdict(
                 False, f"weights and KV need {needed:,} bytes on each GPU, which has {gpu.memory_bytes:,}"
@@ -411,6 +430,13 @@ def _verdict(plan: Plan, stages: Sequence[_StageBlocks]) -> _Verdict:
             False,
             f"{deployment.concurrency:,} sequences are never resident at once: max_num_seqs is "
             f"{deployment.max_num_seqs:,}",
+        )
+    places = _places(stages)
+    if places is not None and deployment.concurrency > places:
+        return _Verdict(
+            False,
+            f"{deployment.concurrency:,} sequences are never resident at once: there are places for the states of "
+            f"{places:,}",
         )
     if needed > usable:
         return _Verdict(
