@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 
 _NARROWEST = 20
+#: Columns beside each other that leave room for bytes as whole numbers.
+_MOST_EXACT_COLUMNS = 2
 
 
 class Report:
@@ -41,17 +43,23 @@ class Report:
     # size
 
     def size(self, results: Sequence[SizeResult], *, explain: bool) -> None:
-        """One or several models beside each other."""
-        first = results[0]
-        self._say(_assumptions(first.config))
-        table = _table("", *(literal(r.model.name) for r in results))
-        for cells in zip(*[_size_rows(r) for r in results], strict=True):
-            table.add_row(cells[0][0], *(text for _, text in cells))
+        """One or several models or engines beside each other."""
+        for line in dict.fromkeys(_assumptions(r.config) for r in results):
+            self._say(line)
+        names = _column_names(results)
+        table = _table("", *names)
+        one_size = len({r.kv.block_size for r in results}) == 1
+        exact = len(results) <= _MOST_EXACT_COLUMNS
+        columns = [dict(_size_rows(r, with_block_size=one_size, exact=exact)) for r in results]
+        for label in _merged([list(cells) for cells in columns]):
+            table.add_row(label, *(cells.get(label, "-") for cells in columns))
         self.console.print(table)
-        for result in results:
+        for name, result in zip(names, results, strict=True):
             if result.capacity is not None:
                 verdict = "fits" if result.capacity.fits else "does not fit"
-                self._say(f"{literal(result.model.name)} {verdict}: {result.capacity.reason}")
+                self._say(f"{name} {verdict}: {result.capacity.reason}")
+            elif explain and len(results) > 1:
+                self._say(f"{name}:")
             if explain:
                 for line in result.explanation:
                     self._say(f"  {line}")
@@ -269,23 +277,61 @@ def _assumptions(settings: Settings) -> str:
     return "; ".join([*given, f"assumed: {', '.join(assumed)}"] if assumed else given)
 
 
-def _size_rows(result: SizeResult) -> list[tuple[str, str]]:
+def _column_names(results: Sequence[SizeResult]) -> list[str]:
+    """What tells the columns apart: the model, the engine or both."""
+    models = [literal(r.model.name) for r in results]
+    engines = [literal(r.config["engine"].value) for r in results]
+    if len(set(engines)) == 1:
+        return models
+    if len(set(models)) == 1:
+        return engines
+    return [f"{model} {engine}" for model, engine in zip(models, engines, strict=True)]
+
+
+def _merged(columns: Sequence[Sequence[str]]) -> list[str]:
+    """All labels, in an order that keeps that of each column."""
+    labels: list[str] = []
+    for column in columns:
+        place = 0
+        for label in column:
+            if label in labels:
+                place = labels.index(label) + 1
+            else:
+                labels.insert(place, label)
+                place += 1
+    return labels
+
+
+def _size_rows(result: SizeResult, *, with_block_size: bool, exact: bool) -> list[tuple[str, str]]:
+    """Labels and texts.
+
+    ``with_block_size``: the block size is in a label, else it is a row of its own. ``exact``: bytes are shown whole.
+    """
+    size = _exact_bytes if exact else format_bytes
     kv, weights, capacity, gpu = result.kv, result.weights, result.capacity, result.gpu
+    block = (
+        [(f"KV per block of {kv.block_size} tokens", size(kv.bytes_per_block))]
+        if with_block_size
+        else [
+            ("tokens in a block", format_count(kv.block_size)),
+            ("KV per block", size(kv.bytes_per_block)),
+        ]
+    )
     rows = [
-        ("KV per token", _exact_bytes(kv.bytes_per_token)),
-        (f"KV per block of {kv.block_size} tokens", _exact_bytes(kv.bytes_per_block)),
+        ("KV per token", size(kv.bytes_per_token)),
+        *block,
         ("sequence length", f"{result.seq:,} tokens"),
-        ("KV per sequence", _exact_bytes(kv.bytes_per_sequence)),
+        ("KV per sequence", size(kv.bytes_per_sequence)),
         ("concurrency", format_count(result.concurrency)),
-        ("KV in total", _exact_bytes(kv.total_bytes)),
+        ("KV in total", size(kv.total_bytes)),
         ("parameters", format_count(weights.parameters)),
-        ("weights", _exact_bytes(weights.total_bytes)),
+        ("weights", size(weights.total_bytes)),
     ]
     if kv.per_gpu.bytes_per_token != kv.bytes_per_token or kv.cluster_bytes_per_token != kv.bytes_per_token:
         rows += [
-            ("per GPU: KV per block", _exact_bytes(kv.per_gpu.bytes_per_block)),
-            ("per GPU: KV in total", _exact_bytes(kv.per_gpu.total_bytes)),
-            ("per GPU: weights", _exact_bytes(weights.per_gpu_bytes)),
+            ("per GPU: KV per block", size(kv.per_gpu.bytes_per_block)),
+            ("per GPU: KV in total", size(kv.per_gpu.total_bytes)),
+            ("per GPU: weights", size(weights.per_gpu_bytes)),
         ]
     if capacity is None:
         return rows

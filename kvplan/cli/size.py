@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -67,7 +68,14 @@ def size(
     max_loras: shared.MaxLoras = None,
     max_lora_rank: shared.MaxLoraRank = None,
     enable_prefix_caching: shared.EnablePrefixCaching = None,
-    engine: shared.Engine = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="NAME[@VERSION][,...]",
+            help="Whose rules, such as vllm@0.24 (the newest vllm); several are shown side by side.",
+        ),
+    ] = None,
     margin: shared.Margin = None,
     vllm_command: shared.VllmCommand = None,
     ignore_flag: shared.IgnoreFlag = None,
@@ -77,7 +85,7 @@ def size(
     json: shared.Json = False,
 ) -> None:
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
-    from kvplan.jobs.size import gpu_names, rank_by_gpu, size_with
+    from kvplan.jobs.size import engine_names, gpu_names, rank_by_gpu, size_with
     from kvplan.options import SizeOptions
 
     options = shared.from_params(SizeOptions, ctx.params)
@@ -100,29 +108,31 @@ def size(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
         )
     gpus = gpu_names(options.gpu) if options.gpu is not None else [None]
-    by_model: list[list[SizeResult]] = []
-    for name in names:
-        results = [size_with(name, replace(options, gpu=one), origins) for one in gpus]
-        by_model.append(rank_by_gpu(results) if len(gpus) > 1 else results)
-        by_model[-1] = [replace(r, warnings=(*ignored, *r.warnings)) for r in by_model[-1]]
-    everything = [result for results in by_model for result in results]
+    engines = engine_names(options.engine) if options.engine is not None else [None]
+    columns: list[list[SizeResult]] = []
+    for name, engine_name in product(names, engines):
+        results = [size_with(name, replace(options, gpu=one, engine=engine_name), origins) for one in gpus]
+        columns.append(rank_by_gpu(results) if len(gpus) > 1 else results)
+        columns[-1] = [replace(r, warnings=(*ignored, *r.warnings)) for r in columns[-1]]
+    everything = [result for results in columns for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
         shared.warn(warning)
     if json:
         documents = [r.to_dict(explain=explain) for r in everything]
         shared.print_json(documents[0] if len(documents) == 1 else {"results": documents})
     else:
-        _print(by_model, explain=explain)
-    if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in by_model):
+        _print(columns, explain=explain)
+    if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in columns):
         raise typer.Exit(1)
 
 
-def _print(by_model: list[list[SizeResult]], *, explain: bool) -> None:
+def _print(columns: list[list[SizeResult]], *, explain: bool) -> None:
+    """A model with an engine is a column, or on several GPUs a table of its own."""
     from kvplan.report import Report
 
     report = Report()
-    if len(by_model[0]) > 1:
-        for results in by_model:
+    if len(columns[0]) > 1:
+        for results in columns:
             report.gpu_ranking(results)
     else:
-        report.size([results[0] for results in by_model], explain=explain)
+        report.size([results[0] for results in columns], explain=explain)

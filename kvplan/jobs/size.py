@@ -12,7 +12,14 @@ from kvplan.core.explain import explain
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import Capacity, GpuBudget, KvSizes, WeightSizes
 from kvplan.errors import DoesNotFit, InputError
-from kvplan.options import Resolver, Settings, SizeOptions, check_options, settings_dict
+from kvplan.options import (
+    Resolver,
+    Settings,
+    SizeOptions,
+    check_options,
+    parse_engine,
+    settings_dict,
+)
 from kvplan.serving import find_gpu, serve
 
 
@@ -120,6 +127,16 @@ def gpu_names(text: str) -> list[str]:
     if not all(names):
         raise InputError(f'"{text}" holds an empty name', where="--gpu", hint="write NAME or NAME,NAME")
     return names
+
+
+def engine_names(text: str) -> list[str]:
+    """The engines that ``--engine`` names, separated by commas: each once, checked, in the order given."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise InputError(f'"{text}" holds an empty name', where="--engine", hint="write NAME or NAME,NAME")
+    for name in names:
+        parse_engine(name)
+    return list(dict.fromkeys(names))
 
 
 def rank_by_gpu(results: Iterable[SizeResult]) -> list[SizeResult]:
