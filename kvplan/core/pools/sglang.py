@@ -126,7 +126,7 @@ class SglangRules:
         """
         if memory_bytes is None:
             return 0.95
-        memory_mib = memory_bytes // _MIB
+        memory_mib = max(1, memory_bytes // _MIB)
         reserved = 512 + 1.5 * max(max_num_batched_tokens, 2048) + ranks / 8 * 1024
         if not enforce_eager:
             reserved += 2 * _largest_decode_graph(memory_mib, ranks)
@@ -136,7 +136,7 @@ class SglangRules:
                 reserved += 8 * num_prefill_graphs(max_num_batched_tokens)
         if memory_mib > 60 * 1024:
             reserved = max(reserved, 10 * 1024)
-        return round((memory_mib - reserved) / memory_mib, 3)
+        return max(0.0, round((memory_mib - reserved) / memory_mib, 3))
 
     def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
         """The radix cache is on."""
