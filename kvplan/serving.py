@@ -422,13 +422,7 @@ def _kv_form(
 ) -> str:
     """The form of the KV cache, in the engine's words."""
     asked = resolver.choose("kv_cache_dtype", "auto", default)
-    form, why = rules.kv_form(
-        asked,
-        dtype=dtype,
-        checkpoint=spec.kv_cache_dtype,
-        caches=[item.cache for item in spec.layers],
-        compute_capability=capability,
-    )
+    form, why = rules.kv_form(asked, spec=spec, dtype=dtype, compute_capability=capability)
     if why:
         resolver.spell_out("kv_cache_dtype", form, why)
     return form

@@ -69,9 +69,8 @@ class EngineRules(Protocol):
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """``(form of the KV cache, why)``; ``why`` is empty where the form is what was asked for.

@@ -21,6 +21,7 @@ from kvplan.core.kv_cache import (
     SparseIndexer,
 )
 from kvplan.core.kv_groups import GroupRules
+from kvplan.core.model import ModelSpec
 from kvplan.errors import InputError, unknown_name
 
 NEWEST = (0, 33)
@@ -191,9 +192,8 @@ class VllmRules(NamedTuple):
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """``(form of the KV cache, why)``: given, the checkpoint's own, or the dtype; sparse latents pack theirs.
@@ -202,9 +202,12 @@ class VllmRules(NamedTuple):
         """
         if asked != "auto" and asked not in KV_CACHE_DTYPES:
             raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
+        caches = [item.cache for item in spec.layers]
         chosen, why = asked, ""
-        if asked == "auto" and checkpoint is not None:
-            chosen, why = checkpoint, "as the checkpoint says"
+        if asked == "auto" and spec.kv_cache_dtype is not None:
+            chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
+        elif asked == "auto" and self.latent_is_fp8(spec.architecture, compute_capability):
+            chosen, why = "fp8_e4m3", "the default of this model on this GPU"
         if any(isinstance(cache, CompressedLatent) for cache in caches):
             if asked in ("auto", "fp8", "fp8_e4m3"):
                 chosen, why = "fp8_ds_mla", "the form of compressed latents"

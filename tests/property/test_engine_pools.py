@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -43,12 +45,12 @@ states = st.integers(1, 4096).map(lambda channels: ShortConv(channels, 4))
 def pools(draw: st.DrawFn) -> tuple[Pool, ModelSpec, CacheFormat, str]:
     """A pool of some engine for a model of some layers, the first of which keeps all tokens."""
     engine = draw(st.sampled_from(sorted(FORMS)))
-    kinds: list[st.SearchStrategy[Cache]] = [whole]
+    kinds: list[st.SearchStrategy[Any]] = [whole]
     if engine != "vllm":  # whose pages of unlike layers are another matter
         kinds.append(windows)
     if engine not in ("vllm", "tensorrt-llm"):
         kinds.append(states)
-    caches = [draw(whole)]
+    caches: list[Cache] = [draw(whole)]
     if engine != "vllm":
         caches += draw(st.lists(st.one_of(kinds), max_size=6))
     form = CacheFormat("bfloat16", FORMS[engine])

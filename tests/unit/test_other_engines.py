@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import importlib.util
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -217,7 +218,7 @@ def test_sparse_latents_take_the_form_of_the_gpu() -> None:
 
     def form(asked: str, capability: str) -> str:
         return SglangRules().kv_form(
-            asked, dtype="bfloat16", checkpoint=None, caches=caches, compute_capability=capability
+            asked, spec=spec(*caches), dtype="bfloat16", compute_capability=capability
         )[0]
 
     assert (form("auto", "9.0"), form("auto", "10.0")) == ("bfloat16", "fp8_e4m3")
@@ -268,9 +269,8 @@ def test_forms_of_tensorrt_llm(form: str, row: int) -> None:
 
 def test_a_checkpoint_decides_the_form_where_tensorrt_llm_has_it() -> None:
     def form(checkpoint: str | None) -> str:
-        return TensorrtLlmRules().kv_form(
-            "auto", dtype="bfloat16", checkpoint=checkpoint, caches=(FULL,), compute_capability=None
-        )[0]
+        model = replace(spec(FULL), kv_cache_dtype=checkpoint)
+        return TensorrtLlmRules().kv_form("auto", spec=model, dtype="bfloat16", compute_capability=None)[0]
 
     assert (form("fp8"), form("nvfp4"), form("odd"), form(None)) == ("fp8", "nvfp4", "bfloat16", "bfloat16")
 
@@ -361,9 +361,8 @@ def test_states_alone_need_no_cells() -> None:
 
 def test_the_cache_is_f16_whatever_the_dtype() -> None:
     def form(asked: str) -> str:
-        return LlamaCppRules().kv_form(
-            asked, dtype="bfloat16", checkpoint="fp8", caches=(FULL,), compute_capability=None
-        )[0]
+        model = replace(spec(FULL), kv_cache_dtype="fp8")
+        return LlamaCppRules().kv_form(asked, spec=model, dtype="bfloat16", compute_capability=None)[0]
 
     assert (form("auto"), form("q8_0"), form("q8_0/q5_1")) == ("f16", "q8_0", "q8_0/q5_1")
     for wrong in ("bfloat16", "q8_0/", "q8_0/fp8", "q8_0/q8_0/q8_0", "/q8_0"):

@@ -100,9 +100,8 @@ class LlamaCppRules:
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """``(--cache-type-k/--cache-type-v, why)``: f16 whatever the model's dtype; one name is for both."""

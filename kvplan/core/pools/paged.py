@@ -84,9 +84,8 @@ class PagedRules:
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """A plain element type; raises `InputError` for any other."""

@@ -151,12 +151,12 @@ class SglangRules:
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """``(form, why)`` (mem_cache/kv_cache_dtype.py; sparse latents ``calculate_mla_kv_cache_dim``)."""
+        caches = [item.cache for item in spec.layers]
         latent = any(isinstance(cache, LatentAttention) for cache in caches)
         sparse = any(isinstance(cache, SparseIndexer) for cache in caches)
         blackwell = _generation(compute_capability) >= 10
@@ -164,7 +164,7 @@ class SglangRules:
             form, why = dtype, "as dtype"
             if sparse:
                 form, why = ("fp8_e4m3" if blackwell else "bfloat16"), "sparse latents on this GPU"
-            elif checkpoint is not None and checkpoint.startswith("fp8"):
+            elif (spec.kv_cache_dtype or "").startswith("fp8"):
                 form, why = "fp8_e4m3", "as the checkpoint says"
         elif asked in _FORMS:
             form, why = _FORMS[asked], "" if _FORMS[asked] == asked else "as SGLang stores it"

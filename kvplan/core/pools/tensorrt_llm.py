@@ -86,15 +86,16 @@ class TensorrtLlmRules:
         self,
         asked: str,
         *,
+        spec: ModelSpec,
         dtype: str,
-        checkpoint: str | None,
-        caches: Sequence[Cache],
         compute_capability: str | None,
     ) -> tuple[str, str]:
         """``(form, why)``: given, the checkpoint's own, or the model's dtype."""
         if asked == "auto":
-            known = checkpoint in _FORMS if checkpoint is not None else False
-            return (str(checkpoint), "as the checkpoint says") if known else (dtype, "as dtype")
+            checkpoint = spec.kv_cache_dtype
+            if checkpoint is not None and checkpoint in _FORMS:
+                return checkpoint, "as the checkpoint says"
+            return dtype, "as dtype"
         if asked not in _FORMS:
             raise unknown_name("KV-cache dtype", asked, [*_FORMS, "auto"], where="--kv-cache-dtype")
         return asked, ""
