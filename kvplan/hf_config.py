@@ -227,6 +227,8 @@ _OTHERS = {
     "index_topk_pattern",
 } | _PATTERNS
 _OTHERS |= {"use_bidirectional_attention"}
+#: Counts that a config may give for each layer, all alike (Hunyuan).
+_PER_LAYER = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
 #: Fields that only the count of parameters reads (kvplan/core/families.py), which checks them itself.
@@ -367,8 +369,7 @@ def read_fields(
     fields.update(overrides)
     for name, value in architecture.defaults.items():
         fields.setdefault(name, value)
-    for name in _COUNTS | _COUNTS_FROM_ZERO:
-        # One number for each layer, all alike (Hunyuan).
+    for name in _PER_LAYER:
         value = fields.get(name)
         if isinstance(value, list) and value and value.count(value[0]) == len(value):
             fields[name] = value[0]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +19,11 @@ from kvplan.core.kv_cache import (
     STATES,
     CacheFormat,
     CompressedLatent,
+    CrossAttention,
     LatentAttention,
     LayerCache,
 )
+from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import (
     Budget,
@@ -81,6 +83,9 @@ def serve(
     sizing = engine_sizing(engine.name, engine.version)
     warnings: list[str] = []
     _check_settings(options, sizing.rules)
+    if options.quantization is not None:
+        method = resolver.choose("quantization", "", "default")
+        spec = replace(spec, weights=spec.weights.quantized_by(method))
     deployment = _deployment(spec, resolver, sizing.rules, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
@@ -162,10 +167,10 @@ def _deployment(
     length = _max_model_len(spec, resolver, warnings)
     batch, seqs = choose_batch_limits(
         resolver,
+        rules,
         rules.batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
         length,
         f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
-        fitted=rules.batch_holds_sequences,
     )
     if batch < seqs and rules.batch_holds_sequences:
         raise InputError(
@@ -176,7 +181,7 @@ def _deployment(
     ranks = _ranks(resolver, gpu_count, default, spreads_layers=rules.spreads_layers)
     check_tensor_parallel(spec, ranks.tensor)
     context = _decode_context(spec, resolver, ranks.tensor, default)
-    drafts = _drafts(spec, resolver)
+    drafts = _drafts(spec, resolver, ranks.tensor)
     dtype = _dtype(spec, resolver, default)
     capability = gpu.compute_capability if gpu else None
     kv_form = _kv_form(spec, resolver, dtype, rules, capability, default)
@@ -205,13 +210,13 @@ def _deployment(
             mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype") or conv_dtype,
             mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype") or state_dtype,
             latent_row_multiple=rules.latent_row_multiple,
-            encoder_tokens=batch,
+            encoder_tokens=rules.encoder_tokens(batch, _encoder_length(spec)),
         ),
         engine=engine.name,
         version=engine.version,
         pipeline_parallel_size=ranks.pipeline,
         data_parallel_size=ranks.data,
-        enable_expert_parallel=resolver.choose("enable_expert_parallel", False, default),
+        enable_expert_parallel=_expert_parallel(spec, resolver, default),
         block_size=_block_size(spec, resolver, rules, kv_form, capability, default),
         gpu_memory_utilization=resolver.choose("gpu_memory_utilization", share, default),
         max_num_seqs=seqs,
@@ -219,11 +224,12 @@ def _deployment(
         max_num_batched_tokens=batch,
         enforce_eager=eager,
         enable_prefix_caching=resolver.choose("enable_prefix_caching", caching, default),
-        async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling, default),
+        async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling(drafts.method), default),
         hybrid_kv_cache_manager=not resolver.choose("disable_hybrid_kv_cache_manager", False, default),
         speculative_method=drafts.method,
         drafts=drafts.layers,
         draft_weights_bytes=drafts.weights_bytes,
+        lora=_lora(resolver, default),
         compute_capability=capability,
         margin=resolver.choose("margin", "mid", "default"),
         kv_cache_memory_bytes=_given_size(resolver, "kv_cache_memory_bytes"),
@@ -265,6 +271,23 @@ def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spre
     return _Ranks(tensor, pipeline, data)
 
 
+def _expert_parallel(spec: ModelSpec, resolver: Resolver[Any], default: str) -> bool:
+    """Whether experts are shared out whole; refused, as vLLM does, for a model that has none."""
+    chosen = resolver.choose("enable_expert_parallel", False, default)
+    if chosen and spec.mlp is not None and not spec.mlp.expert_width:
+        raise InputError(
+            f"{spec.name} has no experts to share out", where="--enable-expert-parallel", hint="leave it out"
+        )
+    return chosen
+
+
+def _encoder_length(spec: ModelSpec) -> int | None:
+    """Tokens of the encoder's longest input, where cross attention reads one and the model says so."""
+    return next(
+        (item.cache.encoder_length for item in spec.layers if isinstance(item.cache, CrossAttention)), None
+    )
+
+
 def _decode_context(spec: ModelSpec, resolver: Resolver[Any], tensor: int, default: str) -> int:
     """Ranks that share out the tokens of a sequence (vLLM config/model.py, config/parallel.py)."""
     size = resolver.choose("decode_context_parallel_size", 1, default)
@@ -285,6 +308,13 @@ def _decode_context(spec: ModelSpec, resolver: Resolver[Any], tensor: int, defau
                 where=where,
                 hint=f"use at most {most}" if most > 1 else "leave it out, or use more tensor parallel ranks",
             )
+        if spec.num_heads // spec.num_kv_heads % size:
+            raise InputError(
+                f"decode context parallel size {size} does not divide the "
+                f"{spec.num_heads // spec.num_kv_heads} attention heads of each KV head",
+                where=where,
+                hint="use a divisor",
+            )
     return size
 
 
@@ -295,7 +325,7 @@ class _Drafts(NamedTuple):
     weights_bytes: int = 0
 
 
-def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
+def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
     """What speculative decoding adds: the model's own layers for multi-token prediction, or a draft model's."""
     options: ServingOptions = resolver.options
     if options.num_speculative_tokens is None:
@@ -328,6 +358,13 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
                 where="--speculative-method",
                 hint="give --speculative-model, or another method",
             )
+        modules = len({item.layer for item in own})
+        if tokens > modules and tokens % modules:
+            raise InputError(
+                f"{tokens} speculative tokens are no multiple of the {modules} layers that draft one each",
+                where="--num-speculative-tokens",
+                hint=f"use a multiple of {modules}",
+            )
         return _Drafts(tokens, "mtp", own)
     if method in _METHODS_WITHOUT_LAYERS:
         return _Drafts(tokens, method)
@@ -340,38 +377,44 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any]) -> _Drafts:
     resolver.choose("speculative_model", draft, "default")
     model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
-    weights = model.weights.total_bytes(model.dtype)
+    weights = model.weights.per_gpu_bytes(model.dtype, tensor, model.num_kv_heads)
     if weights is None:
         raise InputError(
-            "the size of the draft's weights is not known",
+            f"the size of the draft's weights is not known: {model.weights.why_unknown}",
             where=f"model {model.name}",
             hint="give a folder with its *.safetensors files",
         )
     return _Drafts(tokens, method, layers, weights)
 
 
-def choose_batch_limits(
-    resolver: Resolver[Any],
-    defaults: tuple[int, int],
-    max_model_len: int,
-    source: str,
-    *,
-    fitted: bool = True,
-) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)``: given, or if ``fitted`` fitted to the longest sequence as vLLM does.
+def _lora(resolver: Resolver[Any], default: str) -> LoraSlots | None:
+    """Slots for LoRA adapters, if there are any."""
+    options: ServingOptions = resolver.options
+    if not resolver.choose("enable_lora", False, default):
+        for name in ("max_loras", "max_lora_rank"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} has no effect", where=flag(name), hint="add --enable-lora, or leave it out"
+                )
+        return None
+    return LoraSlots(resolver.choose("max_loras", 1, default), resolver.choose("max_lora_rank", 16, default))
 
-    engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
-    take the longest prompt; no step needs more tokens than all sequences can have.
-    """
+
+def choose_batch_limits(
+    resolver: Resolver[Any], rules: EngineRules, defaults: tuple[int, int], max_model_len: int, source: str
+) -> tuple[int, int]:
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as the engine does."""
     batch, seqs = defaults
-    if not fitted:
-        batch = resolver.choose("max_num_batched_tokens", batch, source)
-        return batch, resolver.choose("max_num_seqs", seqs, source)
-    if getattr(resolver.options, "enable_chunked_prefill", None) is False:
-        batch = max(batch, max_model_len)
-    batch = min(batch, (resolver.options.max_num_seqs or seqs) * max_model_len)
+    batch = rules.fitted_batch(
+        batch,
+        resolver.options.max_num_seqs or seqs,
+        max_model_len,
+        chunked_prefill=getattr(resolver.options, "enable_chunked_prefill", None) is not False,
+    )
     batch = resolver.choose("max_num_batched_tokens", batch, source)
-    return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
+    if rules.batch_holds_sequences:
+        seqs = min(seqs, batch)
+    return batch, resolver.choose("max_num_seqs", seqs, source)
 
 
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:

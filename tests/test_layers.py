@@ -39,7 +39,7 @@ MEMORY = {
     "vllm_rules": 5,
     "deployment": 5,
     "overhead": 6,
-    "pool": 6,
+    "kv_pool": 6,
     "sizing": 7,
     "kept_layers": 7,
     "pools": 8,

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from kvplan.core.kv_cache import CacheFormat, LayerCache
+from kvplan.core.lora import LoraSlots
 from kvplan.errors import InputError
 
 #: Which end of the estimated overhead decides.
@@ -43,7 +44,7 @@ class Deployment(NamedTuple):
     speculative_method: str | None = None
     drafts: tuple[LayerCache, ...] = ()
     draft_weights_bytes: int = 0
-    lora_bytes: tuple[int, ...] = ()
+    lora: LoraSlots | None = None
     compute_capability: str | None = None
     margin: Margin = "mid"
     kv_cache_memory_bytes: int | None = None

@@ -8,9 +8,9 @@ from typing import NamedTuple, Protocol
 from kvplan.core.deployment import Deployment, Stage, pipeline_stages
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import Cache, CacheFormat
+from kvplan.core.kv_pool import Pool, VllmPool
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
-from kvplan.core.pool import Pool, VllmPool
 from kvplan.core.vllm_rules import vllm_rules
 
 
@@ -38,15 +38,20 @@ class EngineRules(Protocol):
         """Whether a number of GPUs alone means stages; else it means tensor parallel ranks."""
 
     @property
-    def async_scheduling(self) -> bool:
-        """Whether steps overlap."""
-
-    @property
     def latent_row_multiple(self) -> int:
         """Elements that a latent's row is padded to a multiple of."""
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_batched_tokens, max_num_seqs)`` on this GPU."""
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The default batch in tokens, fitted to the sequences where the engine does so."""
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Whether steps overlap, with a way to draft or without (None)."""
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """Tokens that cross attention reserves for."""
 
     def memory_share(
         self,

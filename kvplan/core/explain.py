@@ -14,7 +14,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     describe,
 )
-from kvplan.core.pool import Formulas
+from kvplan.core.kv_pool import Formulas
 from kvplan.core.sizing import Capacity, KvSizes, Plan, WeightSizes
 
 
@@ -109,6 +109,7 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
         budget = formulas.budget.format(
             utilization=deployment.gpu_memory_utilization,
             weights=f"{rank.weights_bytes:,}",
+            extras=f"{rank.extra_bytes:,}",
             overhead=f"{overhead.total(deployment.margin):,}",
         )
         lines.append(

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from kvplan.core.deployment import Stage
 from kvplan.core.kv_cache import STATES, Cache, CacheFormat, LayerCache
-from kvplan.core.pool import GroupSize
+from kvplan.core.kv_pool import GroupSize
 from kvplan.errors import InputError
 
 

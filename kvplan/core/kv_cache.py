@@ -643,6 +643,8 @@ class LayerCache(NamedTuple):
 
 #: Kinds that keep all tokens and so can share a block table whatever their widths.
 WHOLE = (FullAttention, LatentAttention, SparseIndexer, CompressedLatent, CompressedIndexer)
+#: Kinds that keep the last tokens only, in blocks that are freed behind them.
+WINDOWS = (SlidingWindow, LatentWindow, CompressorState)
 #: Kinds of fixed size.
 STATES = (Mamba1State, Mamba2State, GatedDeltaNet, KimiDelta, LinearAttention, ShortConv)
 #: Kinds with keys and values of heads, which can be padded to any page.

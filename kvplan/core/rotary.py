@@ -17,6 +17,8 @@ _WITHOUT = frozenset(
     {"bart", "bloom", "gpt2", "gpt_bigcode", "jamba", "kimi_linear", "mamba", "mamba2", "mpt"}
     | {"nemotron_h", "opt", "t5", "whisper"}
 )
+#: Families that rotate half of a head, whatever their config says.
+_HALF = frozenset({"chatglm"})
 _MAX_POSITIONS = 10**9
 
 
@@ -24,7 +26,8 @@ def rotary_elements(family: str, config: Config) -> int:
     """Elements of all rotary tables of a model; 0 where it has none. ``config`` as for `weight_groups`."""
     if family in _WITHOUT:
         return 0
-    return sum(_positions(config, settings) * size for size, settings in _tables(config))
+    elements = sum(_positions(config, settings) * size for size, settings in _tables(config))
+    return elements // 2 if family in _HALF else elements
 
 
 def _tables(config: Config) -> Iterator[tuple[int, Config]]:

@@ -15,9 +15,12 @@ from typing import Literal, NamedTuple
 
 from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
 from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
+from kvplan.core.kv_pool import Pool
+from kvplan.core.lora import lora_bytes
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.pool import Pool
+from kvplan.core.weights import Ranks
+from kvplan.core.weights import Stage as WeightStage
 from kvplan.errors import InputError
 
 #: A length that no sequence reaches: what windows and states come to once they are full.
@@ -84,11 +87,15 @@ class GpuBudget:
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """One stage of the pipeline (all ranks of a stage are alike). ``num_blocks``: before the smallest rank decides."""
+    """One stage of the pipeline (all ranks of a stage are alike). ``num_blocks``: before the smallest rank decides.
+
+    ``extra_bytes`` are loaded beside the weights: LoRA slots, rotary tables.
+    """
 
     stage: int
     layers: int
     weights_bytes: int | None
+    extra_bytes: int
     overhead_bytes: int | None
     available_kv_bytes: int
     bytes_per_token: int
@@ -219,7 +226,7 @@ class Plan:
 
 
 def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int | None:
-    """Bytes of weights on the largest rank of a stage, a draft's and LoRA's included; None if unknown."""
+    """Bytes of weights on the largest rank of a stage, a draft's included; None if unknown."""
     alone = deployment.pipeline_parallel_size == 1
     held = spec.weights.rank_bytes(
         deployment.dtype,
@@ -249,6 +256,41 @@ def weight_sizes(spec: ModelSpec, deployment: Deployment, stages: Sequence[Stage
         dtype=deployment.dtype,
         source=spec.weights.source,
     )
+
+
+def stage_extras(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int:
+    """Bytes that are loaded beside the weights of a stage: slots for LoRA adapters, tables of rotary positions.
+
+    Raises `InputError` where the slots cannot be counted.
+    """
+    extra = spec.weights.rotary_bytes(deployment.dtype)
+    if deployment.lora is None:
+        return extra
+    slots = lora_bytes(
+        spec.weights.groups,
+        spec.family,
+        deployment.dtype,
+        deployment.lora,
+        ranks=Ranks(
+            deployment.tensor_parallel_size,
+            deployment.data_parallel_size,
+            deployment.enable_expert_parallel,
+            spec.num_kv_heads,
+        ),
+        stage=WeightStage(
+            stage.first,
+            None if deployment.pipeline_parallel_size == 1 else stage.end,
+            stage.is_first,
+            stage.is_last,
+        ),
+    )
+    if slots is None:
+        raise InputError(
+            "the modules of this model are not known, so slots for adapters cannot be counted",
+            where="--enable-lora",
+            hint="leave it out, and a margin for them",
+        )
+    return extra + slots
 
 
 class Budget(NamedTuple):
@@ -317,6 +359,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
                 stage=i,
                 layers=stage.end - stage.first,
                 weights_bytes=weights[i],
+                extra_bytes=stage_extras(plan.spec, deployment, stage),
                 overhead_bytes=budget.overheads[i].total(deployment.margin) if budget.overheads else None,
                 available_kv_bytes=blocks[i].available_kv_bytes,
                 bytes_per_token=plan.bytes_per_token(stage),
@@ -366,12 +409,11 @@ def _stage_blocks(
             held = weights[i]
             if held is None:
                 raise InputError(
-                    "the size of the weights is not known",
+                    f"the size of the weights is not known: {plan.spec.weights.why_unknown}",
                     where=f"model {plan.spec.name}",
                     hint="give a folder with its *.safetensors files, or --kv-cache-memory-bytes",
                 )
-            lora = deployment.lora_bytes[i] if deployment.lora_bytes else 0
-            used = held + lora + budget.overheads[i].total(margin)
+            used = held + stage_extras(plan.spec, deployment, stage) + budget.overheads[i].total(margin)
             available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
         share = plan.pool.share(available, stage)
         found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences))

@@ -14,7 +14,9 @@ from fractions import Fraction
 from typing import Literal, NamedTuple
 
 from kvplan.core.kv_cache import (
+    HEADS,
     KV_CACHE_DTYPES,
+    STATES,
     Cache,
     CompressedLatent,
     LatentAttention,
@@ -34,6 +36,32 @@ TokenLine = Literal["blocks", "groups", "concurrency"]
 StateMode = Literal["none", "align", "all"]
 
 _GIB = 1 << 30
+#: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
+_ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
+#: Ways to draft that the second runner of 0.26 knows, those that it does not know in 0.33, and the models with
+#: experts that it is the default for in 0.26 (config/vllm.py).
+_V2_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+_FIRST_RUNNER_ONLY = ("suffix", "custom_class")
+_V2_EXPERTS = (
+    "DeepseekV2ForCausalLM",
+    "GraniteMoeForCausalLM",
+    "InklingForCausalLM",
+    "InklingForConditionalGeneration",
+    "LongcatFlashNgramForCausalLM",
+    "Qwen2MoeForCausalLM",
+)
+#: The first version read that takes a form of the cache (config/cache.py ``CacheDType``); the rest all take.
+_KV_DTYPES_SINCE = {
+    "bfloat16": (0, 11),
+    "fp8_inc": (0, 11),
+    "float16": (0, 19),
+    "fp8_ds_mla": (0, 19),
+    "int8_per_token_head": (0, 21),
+    "fp8_per_token_head": (0, 21),
+    "nvfp4": (0, 21),
+    "int4_per_token_head": (0, 26),
+    "nvfp4_ds_mla": (0, 33),
+}
 #: Tokens that a checkpoint of FlashInfer's delta net kernel is a multiple of (v1/attention/backends/gdn_attn.py).
 _DELTA_CHECKPOINT = 64
 _DEFAULT_BLOCK_SIZE = 16
@@ -99,21 +127,35 @@ class VllmRules(NamedTuple):
         return self.number >= (0, 33)
 
     @property
-    def override_is_memory(self) -> bool:
-        """Whether ``num_gpu_blocks_override`` counts before the fit check and for the automatic length."""
-        return self.number >= (0, 21)
-
-    @property
     def token_line(self) -> TokenLine:
         """What the line "GPU KV cache size" says."""
         if self.number >= (0, 21):
             return "concurrency"
         return "groups" if self.number >= (0, 11) else "blocks"
 
-    @property
-    def async_scheduling(self) -> bool:
-        """The default of ``--async-scheduling``."""
-        return self.number >= (0, 19)
+    def async_scheduling(self, method: str | None) -> bool:
+        """The default of ``--async-scheduling`` (config/vllm.py), with a way to draft or without (None)."""
+        if self.number < (0, 19) or method is None:
+            return self.number >= (0, 19)
+        if self.number >= (0, 33):
+            return method not in _FIRST_RUNNER_ONLY
+        return (
+            method in _ASYNC_DRAFTS
+            or method.endswith("mtp")
+            or (method == "dspark" and self.number >= (0, 26))
+        )
+
+    def runner_v2(
+        self, architecture: str, method: str | None, *, has_states: bool, has_experts: bool
+    ) -> bool:
+        """Whether the second model runner is the default (config/vllm.py ``use_v2_model_runner``).
+
+        Read in 0.26, for dense models without states first, and in 0.33, for all.
+        """
+        if self.number >= (0, 33):
+            return method not in _FIRST_RUNNER_ONLY
+        drafts = method is None or method in _V2_DRAFTS
+        return drafts and not has_states and (not has_experts or architecture in _V2_EXPERTS)
 
     @property
     def latent_row_multiple(self) -> int:
@@ -126,20 +168,27 @@ class VllmRules(NamedTuple):
         return self.number < (0, 33)
 
     def group_rules(self, *, hybrid_manager: bool) -> GroupRules:
-        """How layers are grouped. Before 0.11 there is one block table for all."""
+        """How layers are grouped (v1/core/kv_cache_utils.py; kv_cache_planning.py in 0.33).
+
+        Before 0.11 there is one block table for all; until 0.18 pages must be equal; until 0.23 they only grow by
+        whole blocks. Latents were padded too until 0.33, which then lets windows beside them keep all tokens;
+        states are since 0.26.
+        """
+        padded: tuple[type, ...] = ()
+        if self.number >= (0, 24):
+            padded = (*HEADS, LatentAttention) if self.number < (0, 33) else HEADS
+        if self.number >= (0, 26):
+            padded = (*padded, *STATES)
         return GroupRules(
             uneven=Fraction(3, 2) if self.number >= (0, 19) else None,
             hybrid_manager=hybrid_manager and self.number >= (0, 11),
-            pads_pages=self.number >= (0, 24),
+            scales_blocks=self.number >= (0, 19),
+            padded_kinds=padded,
+            falls_back=self.number >= (0, 33),
+            mixed_states=self.number < (0, 33),
+            divides_widths=not (0, 11) <= self.number < (0, 19),
+            packing="widest" if self.number >= (0, 33) else "slots" if self.number >= (0, 24) else "tuples",
         )
-
-    @property
-    def pads_packed_groups(self) -> bool:
-        """Whether groups of DeepSeek-V4 get room for each size of page as often as any group has one.
-
-        v1/core/kv_cache_utils.py of 0.21 to 0.26; 0.33 takes the widest group.
-        """
-        return self.number < (0, 33)
 
     def chunked_keep_all_tokens(self, *, drafts: bool) -> bool:
         """Whether layers local to a chunk keep all tokens: before 0.19, later beside drafts (config/vllm.py)."""
@@ -202,17 +251,21 @@ class VllmRules(NamedTuple):
         """
         if asked != "auto" and asked not in KV_CACHE_DTYPES:
             raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
+        if asked != "auto" and not self.takes_kv_dtype(asked):
+            raise InputError(
+                f"vllm {self.version} has no KV cache of the form {asked}",
+                where="--kv-cache-dtype",
+                hint="use auto, fp8 or a newer version (--engine)",
+            )
         caches = [item.cache for item in spec.layers]
         chosen, why = asked, ""
         if asked == "auto" and spec.kv_cache_dtype is not None:
             chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
-        elif asked == "auto" and self.latent_is_fp8(spec.architecture, compute_capability):
-            chosen, why = "fp8_e4m3", "the default of this model on this GPU"
         if any(isinstance(cache, CompressedLatent) for cache in caches):
             if asked in ("auto", "fp8", "fp8_e4m3"):
                 chosen, why = "fp8_ds_mla", "the form of compressed latents"
         elif any(isinstance(cache, SparseIndexer) for cache in caches):
-            packed = self.sparse_latent_dtype(chosen, compute_capability)
+            packed = self.sparse_latent_dtype(chosen, compute_capability, spec.architecture)
             if packed != chosen:
                 chosen, why = packed, "the form of sparse latents"
         return (dtype, "as dtype") if chosen == "auto" else (chosen, why)
@@ -248,15 +301,22 @@ class VllmRules(NamedTuple):
             return num_speculative_tokens if self.number >= (0, 24) else 0
         return (2 if mode == "align" else 1) + num_speculative_tokens
 
-    def state_block_multiple(self, mode: StateMode, *, has_latent: bool, chunk_size: int) -> int:
-        """What the block size of a model with states is a multiple of, beside its own (platforms/interface.py)."""
-        if mode == "all":
-            return chunk_size
-        if not has_latent or self.number < (0, 19):
-            return 16
-        if self.number < (0, 21):
-            return 64
-        return 128 if self.number >= (0, 33) else 16
+    def state_block_multiple(
+        self, mode: StateMode, block_size: int, *, has_latent: bool, chunk_size: int, checkpoint_tokens: int
+    ) -> int:
+        """What the block size of a model with states is a multiple of.
+
+        platforms/interface.py ``_align_hybrid_block_size`` since 0.21: of the kernel's smallest block, or of
+        ``block_size`` where that is larger; model_executor/models/config.py before: of 16, or 64 for latents. Also
+        of what a state's kernel works on at once (mode "all") and of the tokens between checkpoints.
+        """
+        kernel = 16
+        if has_latent and self.number >= (0, 33):
+            kernel = 128
+        elif has_latent and (0, 19) <= self.number < (0, 21):
+            kernel = 64
+        multiple = max(kernel, block_size) if self.number >= (0, 21) else kernel
+        return math.lcm(multiple, chunk_size if mode == "all" else 1, checkpoint_tokens)
 
     def checkpoints(
         self, mode: StateMode, kinds: Collection[str], compute_capability: str | None
@@ -289,22 +349,47 @@ class VllmRules(NamedTuple):
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
 
-    def latent_is_fp8(self, architecture: str, compute_capability: str | None) -> bool:
-        """Whether a model's latents are fp8 by default: GLM-5 on Blackwell of the datacentre (models/config.py)."""
-        return (
-            architecture == "GlmMoeDsaForCausalLM"
-            and self.number >= (0, 33)
-            and (compute_capability or "").startswith("10.")
-        )
+    def sparse_latent_dtype(
+        self, kv_cache_dtype: str, compute_capability: str | None, architecture: str
+    ) -> str:
+        """The form of the cache that sparse latent attention makes of a dtype.
 
-    def sparse_latent_dtype(self, kv_cache_dtype: str, compute_capability: str | None) -> str:
-        """The form of the cache that sparse latent attention makes of a dtype (model_executor/layers/attention)."""
-        hopper = (compute_capability or "9.0").startswith("9")
-        if self.number < (0, 19) and kv_cache_dtype in ("auto", "fp8", "fp8_e4m3"):
+        model_executor/layers/attention/mla_attention.py: on Hopper the kernel for fp8 packs it; on the generation
+        12 (read from 0.24 on) packed is the only form; elsewhere it stays plain. In 0.11 all but bfloat16 was packed
+        (model_executor/models/config.py); in 0.33 GLM-5 is fp8 on the generation 10.
+        """
+        generation = (compute_capability or "9.0").split(".", 1)[0]
+        fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
+        if self.number < (0, 19) and (kv_cache_dtype == "auto" or kv_cache_dtype.startswith("fp8")):
             return "fp8_ds_mla"
-        if hopper and kv_cache_dtype in ("fp8", "fp8_e4m3"):
+        if generation == "9" and fp8:
             return "fp8_ds_mla"
-        return kv_cache_dtype
+        if generation == "12" and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
+            return "fp8_ds_mla"
+        glm = architecture.startswith("GlmMoeDsa") and self.number >= (0, 33)
+        return "fp8_e4m3" if glm and generation == "10" and kv_cache_dtype == "auto" else kv_cache_dtype
+
+    def takes_kv_dtype(self, kv_cache_dtype: str) -> bool:
+        """Whether ``--kv-cache-dtype`` may be this."""
+        return self.number >= _KV_DTYPES_SINCE.get(kv_cache_dtype, _OLDEST)
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """Tokens that cross attention reserves for: the batch's, and once the model's own (config/__init__.py)."""
+        if self.number >= (0, 19) or encoder_length is None:
+            return max_num_batched_tokens
+        return encoder_length
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """Tokens of a batch where only defaults count, fitted to the longest sequence.
+
+        engine/arg_utils.py ``_set_default_max_num_seqs_and_batched_tokens_args``: without chunked prefill a step must
+        take the longest prompt; since 0.19 no step needs more tokens than all sequences can have.
+        """
+        if self.number < (0, 19):
+            return batch if chunked_prefill else max_model_len
+        if not chunked_prefill:
+            batch = max(batch, max_model_len)
+        return min(batch, seqs * max_model_len)
 
 
 def vllm_rules(version: str) -> VllmRules:

@@ -445,8 +445,9 @@ def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
     if not isinstance(length, int):
         length = whole_pool
         resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
+    rules = vllm_rules("")
     batch, seqs = choose_batch_limits(
-        resolver, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
+        resolver, rules, rules.batch_limits(None, ""), length, "default without a machine"
     )
     return _Pool(count, block_size, batch, seqs, length)
 

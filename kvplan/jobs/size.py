@@ -103,10 +103,10 @@ def size_with(model: str, options: SizeOptions, origins: Mapping[str, str] | Non
     elif seq > longest:
         warnings.append(f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off")
     if served.weights.total_bytes is None:
-        warnings.append("the size of the weights is not known")
+        warnings.append(f"the size of the weights is not known: {served.spec.weights.why_unknown}")
     resolver.note_rest()
     return SizeResult(
-        model=spec,
+        model=served.spec,
         config=dict(resolver.settings),
         kv=served.kv,
         weights=served.weights,

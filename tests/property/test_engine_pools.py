@@ -18,8 +18,8 @@ from kvplan.core.kv_cache import (
     ShortConv,
     SlidingWindow,
 )
+from kvplan.core.kv_pool import Pool
 from kvplan.core.model import ModelSpec
-from kvplan.core.pool import Pool
 from kvplan.core.weights import Weights
 
 ALL = Stage(0, 1000, is_first=True, is_last=True)

@@ -501,8 +501,9 @@ def test_an_override_changes_the_count() -> None:
 
 
 def test_a_total_that_was_given_is_dropped_with_the_shape() -> None:
-    assert load_model("deepseek-v3", overrides=["max_position_embeddings=4096"]).weights.parameters
-    assert load_model("deepseek-v3", overrides=["num_hidden_layers=3"]).weights.parameters is None
+    name = "nemotron-3-super-120b"
+    assert load_model(name, overrides=["max_position_embeddings=4096"]).weights.source == "catalogue"
+    assert load_model(name, overrides=["vocab_size=1000"]).weights.source != "catalogue"
 
 
 def test_wrong_overrides_are_refused() -> None:
@@ -549,10 +550,11 @@ def test_files_tell_the_dtype_that_the_config_does_not(tmp_path: Path) -> None:
     assert load_model(path).dtype == "bfloat16"
 
 
-def test_quantized_weights_are_known_from_files_only(tmp_path: Path) -> None:
-    path = config_file(tmp_path, quantization_config={"quant_method": "fp8"})
+def test_weights_of_an_unknown_format_are_known_from_files_only(tmp_path: Path) -> None:
+    path = config_file(tmp_path, quantization_config={"quant_method": "magic"})
     weights = load_model(path).weights
-    assert (weights.quantization, weights.total_bytes("bfloat16")) == ("fp8", None)
+    assert (weights.quantization, weights.total_bytes("bfloat16")) == ("magic", None)
+    assert weights.why_unknown == 'quantization method "magic" is not known'
     assert weights.per_gpu_bytes("bfloat16", 2, 4) is None
     safetensors(tmp_path / "model.safetensors", 1000, "F8_E4M3")
     weights = load_model(path).weights

@@ -26,9 +26,9 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
+from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.pool import Formulas, GroupSize, Share
 from kvplan.errors import InputError, unknown_name
 
 _MIB = 1 << 20
@@ -47,7 +47,6 @@ class LlamaCppRules:
     batch_holds_sequences = False
     #: ``--split-mode layer``: GPUs share out the layers.
     spreads_layers = True
-    async_scheduling = False
     latent_row_multiple = 1
     missing_settings = frozenset(
         {
@@ -75,6 +74,18 @@ class LlamaCppRules:
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(--ubatch-size, --parallel)``."""
         return 512, 4
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The batch does not follow the sequences."""
+        return batch
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Steps do not overlap in a way that memory depends on."""
+        return False
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """The encoder's own longest input."""
+        return encoder_length or max_num_batched_tokens
 
     def memory_share(
         self,
@@ -125,7 +136,7 @@ class LlamaCppPool:
     null_blocks = 0
     block_size = _PADDING
     formulas = Formulas(
-        budget="memory - weights {weights} - overhead {overhead}",
+        budget="memory - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="256 cells of the layers that keep all tokens",
         blocks="the most whose cells, windows and states take no more than {available}",
         pages_source="src/llama-kv-cache.cpp",

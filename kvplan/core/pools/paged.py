@@ -21,9 +21,9 @@ from kvplan.core.kv_cache import (
     CrossAttention,
     LayerCache,
 )
+from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
-from kvplan.core.pool import Formulas, GroupSize, Share
 from kvplan.errors import unknown_name
 
 #: The version whose profile run is taken for the paper's engine: the oldest whose overhead is known.
@@ -37,7 +37,6 @@ class PagedRules:
     version = ""
     batch_holds_sequences = True
     spreads_layers = False
-    async_scheduling = False
     latent_row_multiple = 1
     missing_settings = frozenset(
         {
@@ -59,6 +58,18 @@ class PagedRules:
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_batched_tokens, max_num_seqs)``."""
         return 2560, 256
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The batch does not follow the sequences."""
+        return batch
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Steps do not overlap in a way that memory depends on."""
+        return False
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """The encoder's own longest input."""
+        return encoder_length or max_num_batched_tokens
 
     def memory_share(
         self,
@@ -107,7 +118,7 @@ class PagedPool:
 
     null_blocks = 0
     formulas = Formulas(
-        budget="ceil(memory x {utilization}) - weights {weights} - overhead {overhead}",
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="block size x bytes of a token in all layers",
         blocks="available // bytes per block = {available} // {block}",
         pages_source="Kwon et al. 2023, section 4.1",

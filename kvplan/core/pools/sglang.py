@@ -26,9 +26,9 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
+from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.pool import Formulas, GroupSize, Share
 from kvplan.errors import InputError, unknown_name
 
 _MIB = 1 << 20
@@ -85,7 +85,6 @@ class SglangRules:
     version = ""
     batch_holds_sequences = False
     spreads_layers = False
-    async_scheduling = True
     latent_row_multiple = 1
     missing_settings = frozenset(
         {
@@ -110,6 +109,18 @@ class SglangRules:
             if memory_bytes >= least * _GIB:
                 chunk = size
         return chunk, _RUNNING
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The batch does not follow the sequences."""
+        return batch
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Steps overlap unless that is switched off."""
+        return True
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """The encoder's own longest input."""
+        return encoder_length or max_num_batched_tokens
 
     def memory_share(
         self,
@@ -225,7 +236,7 @@ class SglangPool:
 
     null_blocks = 0
     formulas = Formulas(
-        budget="memory x {utilization} - weights {weights} - overhead {overhead}",
+        budget="memory x {utilization} - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="page size x (rows of the whole layers + swa_full_tokens_ratio x rows of the windows)",
         blocks="tokens // page size, tokens = (available {available} - states) // bytes of a token",
         pages_source="srt/model_executor/pool_configurator.py",

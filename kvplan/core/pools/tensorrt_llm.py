@@ -23,9 +23,9 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
+from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.pool import Formulas, GroupSize, Share
 from kvplan.errors import InputError, unknown_name
 
 _GIB = 1 << 30
@@ -39,7 +39,6 @@ class TensorrtLlmRules:
     version = ""
     batch_holds_sequences = False
     spreads_layers = False
-    async_scheduling = False
     latent_row_multiple = 1
     missing_settings = frozenset(
         {
@@ -61,6 +60,18 @@ class TensorrtLlmRules:
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_tokens, max_batch_size)``."""
         return 8192, 2048
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The batch does not follow the sequences."""
+        return batch
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Steps do not overlap in a way that memory depends on."""
+        return False
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """The encoder's own longest input."""
+        return encoder_length or max_num_batched_tokens
 
     def memory_share(
         self,
@@ -112,7 +123,7 @@ class TensorrtLlmPool:
 
     null_blocks = 0
     formulas = Formulas(
-        budget="(memory - weights {weights} - overhead {overhead}) x {utilization}",
+        budget="(memory - weights {weights} - rotary tables {extras} - overhead {overhead}) x {utilization}",
         block="tokens of a block x bytes of a token in all layers",
         blocks="ceil((available {available} // bytes of a token) / {tokens})",
         pages_source="batch_manager/kvCacheManager.h, calculateCacheSizePerToken",

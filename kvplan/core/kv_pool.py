@@ -7,17 +7,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment, Stage, pipeline_stages
 from kvplan.core.kv_cache import (
     STATES,
-    Cache,
     CacheFormat,
     ChunkedLocal,
+    FullAttention,
     LatentAttention,
     LatentWindow,
+    LayerCache,
     Mamba1State,
     Mamba2State,
     Reservation,
@@ -29,9 +29,8 @@ from kvplan.core.kv_groups import (
     bytes_per_block,
     form_groups,
     hybrid_block_size,
-    is_packed,
     make_pages,
-    padded_bytes_per_block,
+    tuple_bytes,
 )
 from kvplan.core.model import ModelSpec
 from kvplan.core.vllm_rules import StateMode, vllm_rules
@@ -64,7 +63,7 @@ class Share(NamedTuple):
 class Formulas(NamedTuple):
     """How a pool reckons, in words, and the files of the engine that say so; for explanations.
 
-    ``budget`` has the fields ``utilization``, ``weights`` and ``overhead``; ``blocks`` those ``available``, ``block``
+    ``budget`` has the fields ``utilization``, ``weights``, ``extras`` and ``overhead``; ``blocks`` those ``available``, ``block``
     and ``tokens`` (of a block).
     """
 
@@ -129,47 +128,64 @@ class VllmPool:
         self._deployment = deployment
         self.rules = vllm_rules(deployment.version)
         self._form = form or deployment.cache
-        layers = [*spec.layers, *deployment.drafts]
-        caches = [item.cache for item in layers]
+        layers = [self._stored(item) for item in spec.layers]
+        drafts = [self._stored(item) for item in deployment.drafts]
+        caches = [item.cache for item in (*layers, *drafts)]
         states = [cache for cache in caches if isinstance(cache, STATES)]
-        kinds = tuple(dict.fromkeys(cache.kind for cache in states))
         self._mode: StateMode = self.rules.state_mode(
             prefix_caching=deployment.enable_prefix_caching,
             all_mamba=bool(states) and all(isinstance(c, (Mamba1State, Mamba2State)) for c in states),
             drafts=deployment.cache.num_speculative_tokens > 0,
         )
-        self._checkpointed, alignment = self.rules.checkpoints(
-            self._mode, kinds, deployment.compute_capability
-        )
-        multiple = self.rules.state_block_multiple(
-            self._mode,
-            has_latent=any(isinstance(cache, LatentAttention) for cache in caches),
-            chunk_size=spec.mamba_chunk_size,
+        self.checkpointed, checkpoint_tokens = self.rules.checkpoints(
+            self._mode, tuple(dict.fromkeys(cache.kind for cache in states)), deployment.compute_capability
         )
         self.block_size = hybrid_block_size(
-            layers, deployment.cache, deployment.block_size, multiples=(multiple, alignment)
+            layers,
+            self._form,
+            deployment.block_size,
+            multiple=self.rules.state_block_multiple(
+                self._mode,
+                deployment.block_size,
+                has_latent=any(isinstance(cache, LatentAttention) for cache in caches),
+                chunk_size=spec.mamba_chunk_size,
+                checkpoint_tokens=checkpoint_tokens,
+            ),
         )
-        self._check(caches)
-        rules = self.rules.group_rules(
+        local = any(isinstance(cache, ChunkedLocal) for cache in caches)
+        self._group_rules = self.rules.group_rules(
             hybrid_manager=deployment.hybrid_kv_cache_manager
-            and not (
-                any(isinstance(cache, ChunkedLocal) for cache in caches)
-                and self.rules.chunked_keep_all_tokens(drafts=bool(deployment.drafts))
-            )
-        )
+            and not (local and self.rules.chunked_keep_all_tokens(drafts=bool(deployment.drafts)))
+        )._replace(refuses=form is None)
         self.page_groups: tuple[PageGroup, ...] = form_groups(
-            make_pages(layers, self._form, self.block_size), self._form, rules
+            make_pages(
+                layers,
+                self._form,
+                self.block_size,
+                state_block_size=deployment.max_model_len if self._mode == "none" else self.block_size,
+                drafts=drafts,
+            ),
+            self._form,
+            self._group_rules,
         )
+        self._check_context()
+        self._stages = pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size)
         self._in_flight = self.rules.tokens_in_flight(
             deployment.max_num_batched_tokens,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
             async_scheduling=deployment.async_scheduling,
-            runner_v2=self._runs_on_v2(spec, has_states=bool(states)),
+            runner_v2=self.rules.runner_v2(
+                spec.architecture,
+                deployment.speculative_method,
+                has_states=bool(states),
+                has_experts=spec.mlp is not None and spec.mlp.expert_width > 0,
+            ),
         )
 
     null_blocks = 1
     formulas = Formulas(
-        budget="ceil(memory x {utilization}) - weights {weights} - overhead {overhead}",
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
+        "overhead {overhead}",
         block="the widest group's",
         blocks="available // bytes per block = {available} // {block}",
         pages_source="v1/kv_cache_interface.py",
@@ -179,22 +195,28 @@ class VllmPool:
         overhead_source="counted from shapes and start-up logs, docs/memory.md",
     )
 
-    def _check(self, caches: Sequence[Cache]) -> None:
+    def _stored(self, item: LayerCache) -> LayerCache:
+        """The cache as this version stores it: older ones give values the size of keys (kv_cache_interface.py)."""
+        cache = item.cache
+        widened = (SlidingWindow,) if self.rules.number >= (0, 19) else (SlidingWindow, FullAttention)
+        if self.rules.number < (0, 21) and isinstance(cache, widened):
+            return item._replace(cache=cache._replace(value_head_dim=None))
+        return item
+
+    def _check_context(self) -> None:
         """Refuse what vLLM refuses of decode context parallelism."""
         if self._deployment.cache.decode_context_parallel_size == 1:
             return
-        if any(isinstance(cache, (SlidingWindow, LatentWindow)) for cache in caches):
+        caches = [page.cache for group in self.page_groups for page in group.pages]
+        windows = any(isinstance(cache, (SlidingWindow, LatentWindow)) for cache in caches)
+        several = len(self.page_groups) > 1 and self.rules.number < (0, 26)
+        if windows or several or self.rules.number < (0, 11):
+            what = "sliding windows" if windows else "layers of several kinds" if several else "this version"
             raise InputError(
-                "decode context parallelism does not go with sliding windows",
+                f"decode context parallelism does not go with {what}",
                 where="--decode-context-parallel-size",
                 hint="leave it out",
             )
-
-    def _runs_on_v2(self, spec: ModelSpec, *, has_states: bool) -> bool:
-        """Whether the second model runner is the default: dense models without states first, all since 0.33."""
-        if self.rules.number >= (0, 33):
-            return True
-        return not has_states and not (spec.mlp is not None and spec.mlp.expert_width)
 
     @property
     def state_mode(self) -> StateMode:
@@ -207,14 +229,21 @@ class VllmPool:
         return self._in_flight
 
     def bytes_per_block(self, stage: Stage | None = None) -> int:
-        """Bytes of one block: of the widest group, in all layers or in those of a stage."""
-        layers: set[int] | None = None
-        if stage is not None:
-            pages = (page for group in self.page_groups for page in group.pages)
-            layers = {page.layer for page in pages if stage.holds(page.layer)}
-        if self.rules.pads_packed_groups and is_packed(self.page_groups):
-            return padded_bytes_per_block(self.page_groups, layers)
-        return bytes_per_block(self.page_groups, layers)
+        """Bytes of one block, in all layers or in those of a stage; raises `InputError` for a stage without any."""
+        size = bytes_per_block(self.page_groups, self._group_rules, self._layers(stage))
+        if self.page_groups and not size:
+            raise InputError(
+                "a stage of the pipeline has no layer with a cache, which vLLM cannot serve",
+                where="--pipeline-parallel-size",
+                hint="use fewer stages",
+            )
+        return size
+
+    def _layers(self, stage: Stage | None) -> set[int] | None:
+        """The layers of a stage that have a cache; None: all."""
+        if stage is None:
+            return None
+        return {page.layer for group in self.page_groups for page in group.pages if stage.holds(page.layer)}
 
     def blocks(self, length: int) -> int:
         """Blocks that a sequence is given at most: every group takes its own."""
@@ -250,15 +279,29 @@ class VllmPool:
         )
 
     def start_check_blocks(self, num_blocks: int) -> int:
-        """All blocks, without the null block where the version leaves it out."""
-        return num_blocks - 1 if self.rules.reserves_null_block else num_blocks
+        """All blocks, without the null block where the version leaves it out.
+
+        With DeepSeek-V4's groups, older versions check against larger blocks than they then have: as many pages
+        of every size as of the most frequent.
+        """
+        if self.rules.reserves_null_block:
+            return num_blocks - 1
+        if (
+            self._group_rules.packing != "widest"
+            and len({group.page_bytes for group in self.page_groups}) > 1
+        ):
+            return min(
+                num_blocks * self.bytes_per_block(stage) // tuple_bytes(self.page_groups, self._layers(stage))
+                for stage in self._stages
+            )
+        return num_blocks
 
     def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
         """Tokens and concurrency of the start-up line.
 
         The floats are multiplied as vLLM does (v1/core/kv_cache_utils.py), so that truncation agrees.
         """
-        blocks = self.blocks(max_model_len)
+        blocks = self._blocks_of_line(max_model_len)
         concurrency = num_blocks / blocks if blocks else 0.0
         if self.rules.token_line == "concurrency":
             return int(concurrency * max_model_len), concurrency
@@ -269,6 +312,23 @@ class VllmPool:
         tokens = num_blocks // max(1, len(self.page_groups)) * smallest
         return tokens * self._deployment.cache.decode_context_parallel_size, concurrency
 
+    def _blocks_of_line(self, length: int) -> int:
+        """Blocks of a sequence as the start-up line counts them.
+
+        Until 0.32 they are the bytes of all groups' blocks divided by those of the first group's, on the first
+        stage: the same unless groups have pages of several sizes (``get_max_concurrency_for_kv_cache_config``).
+        """
+        sizes = {group.page_bytes for group in self.page_groups}
+        if self._group_rules.packing == "widest" or len(self.page_groups) < 2 or len(sizes) == 1:
+            return self.blocks(length)
+        layers, need = self._layers(self._stages[0]), self._need(length)
+        # A group without a layer in the stage keeps the form it has in the whole model.
+        sized = [
+            (group.bytes_per_block(layers) or group.bytes_per_block(), group) for group in self.page_groups
+        ]
+        held = sum(size * group.blocks(need, self._form) for size, group in sized)
+        return -(-held // sized[0][0])
+
     def _need(self, length: int) -> Reservation:
         blocks = self.rules.state_blocks(self._mode, self._form.num_speculative_tokens)
         if self._mode == "all":
@@ -276,12 +336,13 @@ class VllmPool:
         return Reservation(
             length=length,
             in_flight=self._in_flight,
-            extra=self._extra_tokens(),
+            extra=self.extra_tokens,
             state_blocks=blocks,
-            checkpointed=self._checkpointed,
+            checkpointed=self.checkpointed,
         )
 
-    def _extra_tokens(self) -> int:
+    @property
+    def extra_tokens(self) -> int:
         """Tokens kept below a window for multi-token prediction with several modules (config/vllm.py)."""
         tokens = self._form.num_speculative_tokens
         modules = len({item.layer for item in self._deployment.drafts})
