@@ -63,8 +63,8 @@ class Share(NamedTuple):
 class Formulas(NamedTuple):
     """How a pool reckons, in words, and the files of the engine that say so; for explanations.
 
-    ``budget`` has the fields ``utilization``, ``weights``, ``extras`` and ``overhead``; ``blocks`` those ``available``, ``block``
-    and ``tokens`` (of a block).
+    ``budget`` has the fields ``utilization``, ``weights``, ``extras`` and ``overhead``; ``blocks`` those
+    ``available``, ``block`` and ``tokens`` (of a block).
     """
 
     budget: str
