@@ -34,9 +34,9 @@ from kvplan.core.kv_cache import (
     SparseIndexer,
 )
 from kvplan.core.model import ModelSpec
-from kvplan.core.kv_pools.llama_cpp import LlamaCppPool
-from kvplan.core.kv_pools.sglang import SglangPool, SglangRules
-from kvplan.core.kv_pools.tensorrt_llm import TensorrtLlmPool
+from kvplan.core.pools.llama_cpp import LlamaCppPool
+from kvplan.core.pools.sglang import SglangPool, SglangRules
+from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool
 from kvplan.core.weights import Weights
 
 GIB = 1 << 30

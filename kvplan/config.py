@@ -22,7 +22,7 @@ from kvplan.core.model import ModelSpec
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
 from kvplan.hf_config import CATALOGUE_FIELDS, Origin, draft_layers, spec_from_config
-from kvplan.safe_yaml import parse_scalar
+from kvplan.safe_yaml import parse_value
 
 __all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
 
@@ -127,7 +127,7 @@ def _parse_overrides(overrides: Sequence[str]) -> dict[str, object]:
             raise InputError(
                 f'"{text}" is no key=value', where=where, hint="write --set num_hidden_layers=16"
             )
-        changes[key.strip()] = parse_scalar(value, where=where)
+        changes[key.strip()] = parse_value(value, where=where)
     return changes
 
 

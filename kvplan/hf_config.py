@@ -236,9 +236,14 @@ _WEIGHTS_ONLY = {
     "encoder_attention_heads",
     "encoder_ffn_dim",
     "encoder_layers",
+    "expert_dtype",
+    "hc_mult",
     "index_n_heads",
     "moe_layer_freq",
+    "num_hash_layers",
     "num_shared_experts",
+    "o_groups",
+    "o_lora_rank",
     "q_lora_rank",
     "shared_intermediate_size",
 }
@@ -346,6 +351,7 @@ def spec_from_config(
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
         draft_layers=drafts,
         mlp=mlp_of(architecture.layout, fields),
+        kv_cache_dtype=_stored_kv_dtype(fields),
         mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
     )
 
@@ -741,6 +747,30 @@ def _written_cache(entry: object, fields: Mapping[str, object], origin: Origin) 
     return KINDS[kind](**values), number(entry, "layers")
 
 
+def _stored_kv_dtype(fields: Mapping[str, object]) -> str | None:
+    """What the checkpoint says its KV cache is to be stored in, where vLLM follows it.
+
+    utils/torch_utils.py ``get_kv_cache_quant_algo_string`` for ModelOpt, layers/attention/attention.py for
+    ``kv_cache_scheme`` of compressed-tensors.
+    """
+    settings = fields.get("quantization_config")
+    if not isinstance(settings, Mapping):
+        return None
+    inner = settings.get("quantization")
+    inner = inner if isinstance(inner, Mapping) else settings
+    method = str(settings.get("quant_method") or inner.get("quant_method") or "modelopt")
+    scheme = inner.get("kv_cache_scheme") or settings.get("kv_cache_scheme")
+    if isinstance(scheme, Mapping):
+        bits, is_float = scheme.get("num_bits"), scheme.get("type") == "float"
+        if is_float and bits == 8:
+            return "fp8"
+        return "nvfp4" if is_float and bits == 4 and method.startswith("modelopt") else None
+    if not method.startswith("modelopt"):
+        return None
+    algo = inner.get("kv_cache_quant_algo") or settings.get("kv_cache_quant_algo")
+    return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(algo.lower()) if isinstance(algo, str) else None
+
+
 def _is_rope_scaled(fields: Mapping[str, object]) -> bool:
     """Whether rotary positions are stretched beyond what the model was trained on."""
     for name in ("rope_scaling", "rope_parameters"):
@@ -798,4 +828,8 @@ def _quantization(fields: Mapping[str, object]) -> Quantization | None:
         return None
     from kvplan.core.quantization import from_config  # most models need it not
 
+    if fields.get("compress_ratios") is not None and settings.get("quant_method") == "fp8":
+        # DeepSeek-V4 says what its experts are in outside of the settings.
+        expert_dtype = fields.get("expert_dtype")
+        settings = {**settings, "quant_method": "deepseek_v4_fp8", "expert_dtype": expert_dtype}
     return from_config(settings)

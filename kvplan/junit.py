@@ -8,7 +8,7 @@ from xml.etree import ElementTree as ET
 from kvplan.text import literal
 
 if TYPE_CHECKING:
-    from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.check import CheckReport, Verdict
 
 
 def junit_xml(report: CheckReport) -> str:
@@ -35,10 +35,15 @@ def junit_xml(report: CheckReport) -> str:
             texts = [literal(f"{v.figure} is {v.actual_text}, expected {v.expected}") for v in failed]
             failure = ET.SubElement(case, "failure", message="; ".join(texts), type="expectation")
             failure.text = "\n".join(
-                f"{literal(report.path)}:{v.line}:{v.column}: {text}"
+                f"{literal(report.path)}:{v.line}:{v.column}: {text}{_deployment(v)}"
                 for v, text in zip(failed, texts, strict=True)
             )
     root = ET.Element("testsuites")
     root.append(suite)
     ET.indent(root)
     return f'<?xml version="1.0" encoding="UTF-8"?>\n{ET.tostring(root, encoding="unicode")}\n'
+
+
+def _deployment(verdict: Verdict) -> str:
+    place = verdict.deployment
+    return f" (the command at {literal(place.file)}:{place.line})" if place is not None else ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from types import NoneType, UnionType
 from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -68,6 +68,13 @@ class ServingOptions:
             options.set_option(name, value)
         return options
 
+    def but(self, changes: Mapping[str, object]) -> Self:
+        """A copy with some fields replaced; the caller vouches for their names and kinds."""
+        copy = replace(self)
+        for name, value in changes.items():
+            setattr(copy, name, value)
+        return copy
+
     @classmethod
     def kinds(cls, name: str) -> frozenset[type]:
         """The types that a field takes, None apart."""
@@ -95,10 +102,17 @@ class ServingOptions:
 
 @dataclass(slots=True, kw_only=True)
 class SizeOptions(ServingOptions):
-    """Options of `size`. ``seq`` is the length of one sequence in tokens."""
+    """Options of `size`. ``seq`` is the length of one sequence in tokens, ``lengths`` a text "mean,p95" of tokens.
+
+    ``trace`` is a file or a workload's name, ``shared_prefix`` the tokens that all sequences begin with.
+    """
 
     seq: int | None = None
     concurrency: int | None = None
+    lengths: str | None = None
+    trace: str | None = None
+    shared_prefix: int | None = None
+    suggest: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
@@ -150,6 +164,7 @@ def settings_dict(settings: Settings) -> dict[str, object]:
 _POSITIVE = (
     "seq",
     "concurrency",
+    "shared_prefix",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
@@ -266,8 +281,11 @@ class Resolver(Generic[Options]):
     ``origins`` names the origin of options that were given by something else than a flag, such as a check file.
     """
 
-    def __init__(self, options: Options, origins: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, options: Options, origins: Mapping[str, str] | None = None, *, seq_sets_length: bool = True
+    ) -> None:
         self.options = options
+        self.seq_sets_length = seq_sets_length
         self.settings: Settings = {}
         self._origins = origins or {}
 

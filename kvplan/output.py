@@ -6,11 +6,11 @@ import csv
 import json
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.request import seconds
@@ -88,49 +88,55 @@ def _whole(path: str) -> Iterator[Path]:
         raise
 
 
-def write_requests(file: TextIO, records: Sequence[RequestRecord], scale: Fraction | None) -> None:
-    """One CSV row a request: what it asked, what became of it, its times in seconds."""
+class RequestWriter:
+    """Writes one CSV row a request when it ends: what it asked, what became of it, its times in seconds."""
 
-    def time(ticks: float | None) -> float | str:
-        return "" if ticks is None or scale is None else seconds(ticks, scale)
+    def __init__(self, file: TextIO, scale: Fraction | None) -> None:
+        self._scale = scale
+        self._writer = csv.writer(
+            file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC
+        )  # ids hold anything
+        self._writer.writerow(
+            [
+                "id",
+                "status",
+                "arrival_s",
+                "input_tokens",
+                "output_tokens",
+                "generated_tokens",
+                "hit_tokens",
+                "resumed_hit_tokens",
+                "preemptions",
+                "queue_s",
+                "ttft_s",
+                "tpot_s",
+                "e2e_s",
+            ]
+        )
 
-    writer = csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_NONNUMERIC)  # ids may hold anything
-    writer.writerow(
-        [
-            "id",
-            "status",
-            "arrival_s",
-            "input_tokens",
-            "output_tokens",
-            "generated_tokens",
-            "hit_tokens",
-            "resumed_hit_tokens",
-            "preemptions",
-            "queue_s",
-            "ttft_s",
-            "tpot_s",
-            "e2e_s",
-        ]
-    )
-    for r in records:
+    def __call__(self, r: RequestRecord) -> None:
+        """Write one request."""
         status = r.rejected_for or ("finished" if r.finished is not None else "unfinished")
-        writer.writerow(
+        self._writer.writerow(
             [
                 _cell(r.request.id),
                 status,
-                time(r.request.arrival),
+                self._time(r.request.arrival),
                 r.request.input_tokens,
                 r.request.output_tokens,
                 r.output_tokens,
                 r.hit_tokens,
                 r.resumed_hit_tokens,
                 r.preemptions,
-                time(queue_ticks(r)),
-                time(ttft_ticks(r)),
-                time(tpot_ticks(r)),
-                time(e2e_ticks(r)),
+                self._time(queue_ticks(r)),
+                self._time(ttft_ticks(r)),
+                self._time(tpot_ticks(r)),
+                self._time(e2e_ticks(r)),
             ]
         )
+
+    def _time(self, ticks: float | None) -> float | str:
+        return "" if ticks is None or self._scale is None else seconds(ticks, self._scale)
 
 
 def _cell(text: str) -> str:
@@ -162,6 +168,7 @@ class EventWriter:
                 ("admitted", [s.id for s in turn.admitted]),
                 ("resumed", [s.id for s in turn.resumed]),
                 ("preempted", [s.id for s in turn.preempted]),
+                ("preemptions", [p._asdict() for p in turn.preemptions]),
                 ("finished", [s.id for s in turn.finished]),
                 ("prefix_hits", [[s.id, tokens] for s, tokens in turn.prefix_hits]),
             ]
@@ -179,14 +186,30 @@ class EventWriter:
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
-class Timeline:
-    """The KV pool and the queues after each step's scheduling, as columns."""
+#: Points of a picture: more than it has columns only cost time and file size.
+_MOST_POINTS = 4_096
 
-    def __init__(self, path: str, usable_blocks: int) -> None:
-        """Writes a CSV file, or a picture if the name ends so; raises `InputError` for any other ending."""
-        self._path = path
-        self._is_picture = path.endswith((".png", ".svg"))
-        if self._is_picture:
+
+class Point(NamedTuple):
+    """The pool and the queues after a step's scheduling; ``start`` is its tick."""
+
+    step: int
+    start: int
+    used_blocks: int
+    cached_blocks: int
+    running: int
+    waiting: int
+    scheduled_tokens: int
+    preempted: int
+    hit_rate: float | None
+
+
+class Timeline:
+    """The KV pool and the queues after each step's scheduling: a row of a CSV file each, or a picture."""
+
+    def __init__(self, path: str, usable_blocks: int, scale: Fraction | None) -> None:
+        """Takes ``.csv``, ``.png`` and ``.svg``; raises `InputError` for any other ending."""
+        if path.endswith((".png", ".svg")):
             from kvplan.plots import require_matplotlib
 
             require_matplotlib(path)
@@ -194,42 +217,81 @@ class Timeline:
             raise InputError(
                 f'"{path}" ends in no known way', where="--timeline", hint="name it .csv, .png or .svg"
             )
+        self._path = path
         self._usable = usable_blocks
-        self._rows: list[tuple[int, int, int, int, int, int, int]] = []
+        self._scale = scale
+        self._queried = self._hit = 0
+        self._draw: Callable[[Point], None] = self._keep
+        self._points: list[Point] = []
+        self._per_point = 1
+        self._pending: list[Point] = []
+
+    @contextmanager
+    def writing(self) -> Iterator[Timeline]:
+        """Write the file while the block runs; it appears when the block ends without an error."""
+        if self._path.endswith(".csv"):
+            with whole_file(self._path) as file:
+                writer = csv.writer(file, lineterminator="\n")
+                writer.writerow(["step", "time_s", "used_blocks", "utilization", *Point._fields[3:]])
+                self._draw = lambda point: writer.writerow(self._row(point))
+                yield self
+            return
+        yield self
+        from kvplan.plots import draw_timeline
+
+        with _whole(self._path) as temporary:
+            draw_timeline(temporary, [*self._points, *self._pending], self._usable, self._scale)
 
     def __call__(self, record: StepRecord) -> None:
-        """Note one step."""
+        """Note the steps of a turn."""
         turn = record.turn
         if turn is None:
             return
-        used = self._usable - turn.free_blocks
-        row = (turn.running, turn.waiting, turn.scheduled_tokens, len(turn.preempted))
-        self._rows.append((record.step, record.start, used, *row))
-
-    def write(self, scale: Fraction | None) -> None:
-        """Write the file."""
-        if self._is_picture:
-            from kvplan.plots import draw_timeline
-
-            with _whole(self._path) as temporary:
-                draw_timeline(temporary, self._rows, self._usable, scale)
-            return
-        with whole_file(self._path) as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(
-                [
-                    "step",
-                    "time_s",
-                    "used_blocks",
-                    "utilization",
-                    "running",
-                    "waiting",
-                    "scheduled_tokens",
-                    "preempted",
-                ]
-            )
-            for step, start, used, running, waiting, tokens, preempted in self._rows:
-                time_s = "" if scale is None else seconds(start, scale)
-                writer.writerow(
-                    [step, time_s, used, used / self._usable, running, waiting, tokens, preempted]
+        for sequence, tokens in turn.prefix_hits:
+            if not sequence.num_preemptions:
+                self._queried += sequence.request.input_tokens
+                self._hit += tokens
+        free, cached, start = turn.free_blocks, turn.cached_blocks, record.start
+        hit_rate = self._hit / self._queried if self._queried else None
+        tokens = turn.scheduled_tokens // turn.steps
+        for i in range(turn.steps):
+            if i:
+                free -= turn.takes[i]
+                cached = min(cached, free)
+                start += record.first + record.growth * (i - 1)
+            self._draw(
+                Point(
+                    record.step + i,
+                    start,
+                    self._usable - free,
+                    cached,
+                    turn.running,
+                    turn.waiting,
+                    tokens,
+                    len(turn.preempted),
+                    hit_rate,
                 )
+            )
+
+    def _row(self, point: Point) -> list[object]:
+        time_s = "" if self._scale is None else seconds(point.start, self._scale)
+        used = point.used_blocks
+        hit_rate = "" if point.hit_rate is None else point.hit_rate
+        return [point.step, time_s, used, used / self._usable, *point[3:-1], hit_rate]
+
+    def _keep(self, point: Point) -> None:
+        """Keep what a picture can show: of the steps that fall on one point the fullest, and all preemptions."""
+        self._pending.append(point)
+        if len(self._pending) < self._per_point:
+            return
+        self._points.append(_fullest(self._pending))
+        self._pending = []
+        if len(self._points) >= 2 * _MOST_POINTS:
+            pairs = zip(self._points[::2], self._points[1::2], strict=True)
+            self._points = [_fullest(pair) for pair in pairs]
+            self._per_point *= 2
+
+
+def _fullest(points: Sequence[Point]) -> Point:
+    fullest = max(points, key=lambda point: point.used_blocks)
+    return fullest._replace(preempted=sum(point.preempted for point in points))

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvplan.core.request import seconds
 from kvplan.errors import InputError
 
-#: More points than a picture has columns only cost time and file size.
-_MAX_POINTS = 20_000
+if TYPE_CHECKING:
+    from kvplan.output import Point
 
 
 def require_matplotlib(path: str) -> None:
@@ -22,38 +23,28 @@ def require_matplotlib(path: str) -> None:
         )
 
 
-def draw_timeline(
-    path: Path,
-    rows: Sequence[tuple[int, int, int, int, int, int, int]],
-    usable_blocks: int,
-    scale: Fraction | None,
-) -> None:
-    """Draw pool utilization, queue lengths and preemptions over time into a PNG or SVG file.
-
-    ``rows`` are ``(step, start tick, used blocks, running, waiting, tokens, preempted)``.
-    """
+def draw_timeline(path: Path, points: Sequence[Point], usable_blocks: int, scale: Fraction | None) -> None:
+    """Draw blocks by kind, queue lengths, hit rate and preemptions over time into a PNG or SVG file."""
     from matplotlib.figure import Figure
 
-    every = -(-len(rows) // _MAX_POINTS) or 1
-    # Of steps that fall on one point the fullest is shown, so that no peak is lost.
-    shown = [max(rows[i : i + every], key=_used) for i in range(0, len(rows), every)]
-    times = [seconds(start, scale) if scale else step for step, start, *_ in shown]
-    figure = Figure(figsize=(10, 6), layout="constrained")
+    times = [seconds(point.start, scale) if scale else point.step for point in points]
+    used = [100 * point.used_blocks / usable_blocks for point in points]
+    kept = [100 * (point.used_blocks + point.cached_blocks) / usable_blocks for point in points]
+    figure = Figure(figsize=(10, 7), layout="constrained")
     pool, queues = figure.subplots(2, 1, sharex=True)
-    pool.fill_between(times, [100 * row[2] / usable_blocks for row in shown], step="post", alpha=0.5)
-    preempted = [seconds(start, scale) if scale else step for step, start, *rest in rows if rest[4]]
+    pool.fill_between(times, used, step="post", alpha=0.6, label="in use")
+    pool.fill_between(times, used, kept, step="post", alpha=0.25, label="cached, free")
+    rates = [float("nan") if p.hit_rate is None else 100 * p.hit_rate for p in points]
+    pool.plot(times, rates, color="tab:green", linewidth=1, label="prefix hit rate so far")
+    preempted = [time for time, point in zip(times, points, strict=True) if point.preempted]
     if preempted:
         pool.plot(preempted, [101] * len(preempted), "|", color="tab:red", label="preemption")
-        pool.legend(loc="lower right")
-    pool.set_ylabel("blocks in use, %")
+    pool.legend(loc="lower right")
+    pool.set_ylabel("blocks, %")
     pool.set_ylim(0, 105)
-    queues.step(times, [row[3] for row in shown], where="post", label="running")
-    queues.step(times, [row[4] for row in shown], where="post", label="waiting")
+    queues.step(times, [point.running for point in points], where="post", label="running")
+    queues.step(times, [point.waiting for point in points], where="post", label="waiting")
     queues.set_ylabel("sequences")
     queues.set_xlabel("seconds" if scale else "step")
     queues.legend(loc="upper right")
     figure.savefig(path)
-
-
-def _used(row: tuple[int, int, int, int, int, int, int]) -> int:
-    return row[2]

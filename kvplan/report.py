@@ -5,7 +5,8 @@ Names from traces and configs are printed as literal text, never as markup or co
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -20,16 +21,18 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
+    from kvplan.core.sizing import Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
     from kvplan.options import Settings
 
 
 _NARROWEST = 20
-#: Columns beside each other that leave room for bytes as whole numbers.
-_MOST_EXACT_COLUMNS = 2
+#: Characters of the longest bar.
+_BAR = 24
 
 
 class Report:
@@ -43,43 +46,189 @@ class Report:
     # size
 
     def size(self, results: Sequence[SizeResult], *, explain: bool) -> None:
-        """One or several models or engines beside each other."""
-        for line in dict.fromkeys(_assumptions(r.config) for r in results):
-            self._say(line)
-        names = _column_names(results)
-        table = _table("", *names)
-        one_size = len({r.kv.block_size for r in results}) == 1
-        exact = len(results) <= _MOST_EXACT_COLUMNS
-        columns = [dict(_size_rows(r, with_block_size=one_size, exact=exact)) for r in results]
-        for label in _merged([list(cells) for cells in columns]):
-            table.add_row(label, *(cells.get(label, "-") for cells in columns))
-        self.console.print(table)
-        for name, result in zip(names, results, strict=True):
-            if result.capacity is not None:
-                verdict = "fits" if result.capacity.fits else "does not fit"
-                self._say(f"{name} {verdict}: {result.capacity.reason}")
-            elif explain and len(results) > 1:
-                self._say(f"{name}:")
+        """The answer first, then where the memory goes; one result in detail, or several beside each other."""
+        for line in dict.fromkeys(_assumptions(result.config) for result in results):
+            self._say(line, style="dim")
+        for result in results:
+            self._answer(result, results)
+        if len(results) == 1 and results[0].capacity is not None:
+            self._memory(results[0])
+        self._facts(results)
+        for result in results:
+            self._ranks(result)
+            self._groups(result)
             if explain:
+                self.console.print()
                 for line in result.explanation:
                     self._say(f"  {line}")
 
     def gpu_ranking(self, results: Sequence[SizeResult]) -> None:
-        """One model on several GPUs, best first."""
+        """One model on several GPUs: on as many of each as it needs, the fewest first."""
         first = results[0]
-        self._say(f"{literal(first.model.name)}: {_assumptions(first.config)}")
-        table = _table("GPU", "memory", "fits", "KV tokens", f"of {first.seq:,}", "headroom")
+        self._say(_assumptions(first.config, but=("tensor_parallel_size",)), style="dim")
+        self.console.print()
+        what = _sequences(first.concurrency, first.seq)
+        fitting = [result for result in results if result.capacity is not None and result.capacity.fits]
+        self._say(f"How many GPUs {literal(first.model.name)} needs for {what}", style="bold")
+        if not fitting:
+            self._say("None of these fits.")
+        table = _table("GPUs", "in all", "fits", "KV tokens", "sequences", "headroom")
         for result in results:
             capacity, gpu = result.capacity, result.gpu
             assert capacity is not None, "ranked results have a budget"
             assert gpu is not None, "ranked results name a GPU"
             table.add_row(
-                f"{gpu.count} x {gpu.name}",
-                format_bytes(gpu.memory_bytes),
+                f"{gpu.count} x {gpu.name}{_degrees(result)}",
+                format_bytes(gpu.count * gpu.memory_bytes),
                 f"{'yes' if capacity.fits else 'no'}, {capacity.fits_confidence}",
                 format_count(capacity.kv_cache_tokens),
                 format_count(capacity.concurrent_sequences),
                 format_share(capacity.headroom_share),
+            )
+        self.console.print(table)
+        for result in results:
+            self._changes(result, f"{result.gpu.count} x {result.gpu.name}" if result.gpu else "")
+
+    def _answer(self, result: SizeResult, results: Sequence[SizeResult]) -> None:
+        """Does it fit, how many at once, what limits it, what would change it."""
+        self.console.print()
+        capacity, kv, name = result.capacity, result.kv, literal(result.model.name)
+        if _has_several_engines(results):
+            name += f" by {literal(result.config['engine'].value)}"
+        if capacity is None:
+            weights = result.weights.total_bytes
+            takes = "takes" if result.concurrency == 1 else "take"
+            self._say(
+                f"{name}: {_sequences(result.concurrency, result.seq)} {takes} {format_bytes(kv.total_bytes)} of KV",
+                style="bold",
+            )
+            self._say(f"Weights: {format_bytes(weights)}")
+            self._say("Whether it fits: --gpu NAME, or --gpu all to compare (kvplan gpus lists them)")
+            return
+        gpu = result.gpu
+        where = f" on {gpu.count} x {gpu.name}" if gpu is not None else ""
+        verdict, sure = "fits" if capacity.fits else "does not fit", capacity.fits_confidence
+        self._say(
+            f"{name} {verdict}{where}{'' if sure == 'exact' else f', {sure}'}",
+            style="bold green" if capacity.fits else "bold red",
+        )
+        if sure == "uncertain" and capacity.overhead_bytes is not None:
+            low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
+            why = f"at one end {'it does not' if capacity.fits else 'it does'}"
+            if capacity.overhead_bytes.is_guess:
+                why = "that is a guess; --kv-cache-memory-bytes from the engine's log makes it exact"
+            self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and {why}")
+        self._say(f"At once: {_at_once(result)}")
+        if capacity.fits:
+            self._say(f"Asked for: {capacity.reason}")
+        self._say(f"Limit: {_limit(result)}")
+        if capacity.suggestions:
+            self._changes(result, "")
+        elif capacity.fits:
+            self._say("More: --suggest shows what each change would bring")
+        else:
+            self._say("No change of one or two settings makes it fit")
+
+    def _changes(self, result: SizeResult, where: str) -> None:
+        if result.capacity is None or not result.capacity.suggestions:
+            return
+        table = _table("what would make it fit" if not result.capacity.fits else "what would let more in", "")
+        table.columns[1].justify = "left"
+        for suggestion in result.capacity.suggestions:
+            table.add_row(literal(str(suggestion["change"])), literal(str(suggestion["effect"])))
+        if where:
+            self._say(where)
+        self.console.print(table)
+
+    def _memory(self, result: SizeResult) -> None:
+        """Where the memory of the limiting GPU goes."""
+        capacity, gpu = result.capacity, result.gpu
+        if capacity is None or gpu is None or capacity.overhead_bytes is None:
+            return
+        overhead = capacity.overhead_bytes
+        rank = capacity.ranks[capacity.limiting_rank]
+        free = capacity.headroom_bytes
+        if capacity.available_kv_bytes < 0:  # what is there is less than nothing
+            free = capacity.available_kv_bytes - capacity.taken_kv_bytes
+        parts = [
+            ("weights", rank.weights_bytes or 0, ""),
+            (
+                "overhead, estimated",
+                rank.overhead_bytes or 0,
+                f"{_gib(overhead.low)} to {_gib(overhead.high)}",
+            ),
+            (
+                f"KV of {result.concurrency:,} sequence{'s' if result.concurrency > 1 else ''}",
+                capacity.taken_kv_bytes,
+                "",
+            ),
+            ("KV, free" if free >= 0 else "KV, lacking", free, ""),
+            ("left to others", capacity.unused_bytes or 0, ""),
+        ]
+        table = _table("memory of each GPU", "GiB", "", "from - to")
+        table.columns[2].justify = "left"
+        table.columns[2].no_wrap = True
+        table.columns[3].justify = "left"
+        mark = "█" if self.console.encoding.startswith("utf") else "#"
+        if rank.extra_bytes > 5 << 20:  # less would show as 0.00
+            parts.insert(1, ("rotary tables, LoRA", rank.extra_bytes, ""))
+        whole = max(gpu.memory_bytes, sum(size for _, size, _ in parts if size > 0))
+        for label, size, note in (*parts, ("in all", gpu.memory_bytes, "")):
+            bar = mark * max(0, round(size / whole * _BAR))
+            table.add_row(label, _gib(size), Text(bar, style="cyan"), note)
+        self.console.print(table)
+
+    def _facts(self, results: Sequence[SizeResult]) -> None:
+        """Figures of each result in a column; what only some have is a dash in the others."""
+        columns = [dict(_size_rows(result, alone=len(results) == 1)) for result in results]
+        labels = list(dict.fromkeys(label for column in columns for label in column))
+        table = _table("", *(literal(_title(result, results)) for result in results))
+        for label in labels:
+            table.add_row(label, *(column.get(label, "-") for column in columns))
+        self.console.print(table)
+
+    def _ranks(self, result: SizeResult) -> None:
+        """The stages of a pipeline, and what ranks hold that others hold too."""
+        capacity = result.capacity
+        if capacity is None:
+            return
+        replicated = any(_is_replicated(rank) for rank in capacity.ranks)
+        if len(capacity.ranks) == 1 and not replicated:
+            return
+        table = _table("GPUs of stage", "layers", "weights, GiB", "KV B/token", "block, B", "blocks")
+        for rank in capacity.ranks:
+            limits = " (limits)" if rank.stage == capacity.limiting_rank and len(capacity.ranks) > 1 else ""
+            table.add_row(
+                f"{rank.stage}{limits}",
+                str(rank.layers),
+                _gib(rank.weights_bytes),
+                f"{rank.bytes_per_token:,}",
+                f"{rank.bytes_per_block:,}",
+                f"{rank.num_blocks:,}",
+            )
+            if replicated:
+                table.add_row(
+                    "  of it replicated",
+                    "",
+                    _gib(rank.replicated_weights_bytes),
+                    f"{rank.replicated_bytes_per_token:,}",
+                )
+        self.console.print(table)
+
+    def _groups(self, result: SizeResult) -> None:
+        """Groups of layers with block tables of their own, where there are several."""
+        groups = result.kv.groups
+        if len(groups) < 2 and all(group.padded_layers == group.layers for group in groups):
+            return
+        table = _table("KV cache groups", "layers", "padding", "block", "page, B", "blocks")
+        for group, count in Counter(groups).items():
+            table.add_row(
+                f"{count} x {literal(group.kind)}" if count > 1 else literal(group.kind),
+                str(group.layers),
+                str(group.padded_layers - group.layers),
+                f"{group.block_size:,}",
+                "several" if group.page_bytes is None else f"{group.page_bytes:,}",
+                f"{group.blocks_per_sequence:,}",
             )
         self.console.print(table)
 
@@ -100,6 +249,8 @@ class Report:
                 f"{p.wall_s:.2f} s wall, {p.cpu_s:.2f} s CPU, peak {format_bytes(p.peak_rss_bytes)}",
             )
         self.console.print(table)
+        if result.preemptions.events:
+            self._preemptions(result)
         latency = result.latency
         if result.seconds_per_tick is None:
             self._say("latency: unknown, arrivals are step-numbered (give --step-time)")
@@ -119,6 +270,35 @@ class Report:
                 f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
                 "their error is not known."
             )
+
+    def _preemptions(self, result: SimulateResult) -> None:
+        """Why sequences were preempted, and the costliest cases."""
+        causes = result.causes
+        self._say(f"Of the preemptions {causes.sentence}.")
+        table = _table("worst", "in step", "needed by", "blocks", "lost", "found", "time lost")
+        for case in causes.worst[:5]:
+            why = case.preemption
+            by = "itself" if why.trigger == why.victim else literal(why.trigger)
+            lost = result.seconds(case.lost_ticks) if case.lost_ticks is not None else None
+            table.add_row(
+                literal(why.victim),
+                f"{case.step:,}",
+                f"{by}{' (decoding)' if why.is_decode else ' (prompt)'}",
+                f"{why.needed_blocks:,} of {why.free_blocks:,} free",
+                format_count(why.lost_tokens),
+                format_count(case.found_tokens),
+                "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
+            )
+        self.console.print(table)
+
+    def min_blocks(self, least: MinBlocks) -> None:
+        """The smallest pool that was found to meet a goal."""
+        if least.num_gpu_blocks is None:
+            self._say(f"No pool meets --min-blocks {literal(least.goal)}: {least.proof}.")
+            return
+        self._say(
+            f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
+        )
 
     # check
 
@@ -223,8 +403,8 @@ class Report:
             table.add_row(name, literal(text))
         self.console.print(table)
 
-    def _say(self, text: str) -> None:
-        self.console.print(Text(text))
+    def _say(self, text: str, *, style: str = "") -> None:
+        self.console.print(Text(text, style=style))
 
 
 def _flat(item: object) -> str:
@@ -262,100 +442,155 @@ def _audit_difference(line: AuditLine) -> str:
     return f"{sign}{_audit_figure(line.unit, line.difference)}"
 
 
-def _assumptions(settings: Settings) -> str:
+def _assumptions(settings: Settings, *, but: Collection[str] = ()) -> str:
     """The engine and the settings that decide bytes; those that nobody gave are said to be assumed."""
-    names = (
+    names = [
         "engine",
         "dtype",
         "kv_cache_dtype",
         "block_size",
         "tensor_parallel_size",
         "gpu_memory_utilization",
-    )
+    ]
+    if settings["tensor_parallel_size"].value == 1:
+        names.remove("tensor_parallel_size")  # the answer says how many GPUs there are
+    if "gpu" not in settings:
+        names.remove("gpu_memory_utilization")
+    names = [name for name in names if name not in but]
     given = [f"{n} {literal(settings[n].value)}" for n in names if settings[n].given]
     assumed = [f"{n} {literal(settings[n].value)}" for n in names if not settings[n].given]
     return "; ".join([*given, f"assumed: {', '.join(assumed)}"] if assumed else given)
 
 
-def _column_names(results: Sequence[SizeResult]) -> list[str]:
-    """What tells the columns apart: the model, the engine or both."""
-    models = [literal(r.model.name) for r in results]
-    engines = [literal(r.config["engine"].value) for r in results]
-    if len(set(engines)) == 1:
-        return models
-    if len(set(models)) == 1:
-        return engines
-    return [f"{model} {engine}" for model, engine in zip(models, engines, strict=True)]
+def _sequences(count: int, tokens: int) -> str:
+    return f"{count:,} {'sequence' if count == 1 else 'sequences'} of {tokens:,} tokens"
 
 
-def _merged(columns: Sequence[Sequence[str]]) -> list[str]:
-    """All labels, in an order that keeps that of each column."""
-    labels: list[str] = []
-    for column in columns:
-        place = 0
-        for label in column:
-            if label in labels:
-                place = labels.index(label) + 1
-            else:
-                labels.insert(place, label)
-                place += 1
-    return labels
+def _has_several_engines(results: Sequence[SizeResult]) -> bool:
+    return len({result.config["engine"].value for result in results}) > 1
 
 
-def _size_rows(result: SizeResult, *, with_block_size: bool, exact: bool) -> list[tuple[str, str]]:
-    """Labels and texts.
+def _title(result: SizeResult, results: Sequence[SizeResult]) -> str:
+    """What tells a result from those beside it: the model, the engine or both."""
+    engine = str(result.config["engine"].value)
+    if not _has_several_engines(results):
+        return result.model.name
+    several_models = len({r.model.name for r in results}) > 1
+    return f"{result.model.name} {engine}" if several_models else engine
 
-    ``with_block_size``: the block size is in a label, else it is a row of its own. ``exact``: bytes are shown whole.
-    """
-    size = _exact_bytes if exact else format_bytes
-    kv, weights, capacity, gpu = result.kv, result.weights, result.capacity, result.gpu
-    block = (
-        [(f"KV per block of {kv.block_size} tokens", size(kv.bytes_per_block))]
-        if with_block_size
-        else [
-            ("tokens in a block", format_count(kv.block_size)),
-            ("KV per block", size(kv.bytes_per_block)),
-        ]
+
+def _degrees(result: SizeResult) -> str:
+    names = {"tensor_parallel_size": "TP", "pipeline_parallel_size": "PP", "data_parallel_size": "DP"}
+    sizes = {short: result.config[name].value for name, short in names.items()}
+    several = [f"{short} {size}" for short, size in sizes.items() if size != 1]
+    return f" ({', '.join(several)})" if several else ""
+
+
+def _at_once(result: SizeResult) -> str:
+    """How many sequences are resident, of the length asked for and of a distribution."""
+    capacity = result.capacity
+    assert capacity is not None, "asked of results with a budget"
+    found, count = capacity.distribution, capacity.concurrent_sequences
+    text = _sequences(count, result.seq) if count else f"no sequence of {result.seq:,} tokens"
+    if found is None:
+        return text
+    return (
+        f"{found.concurrent_mean:,} sequences of the lengths given on average, {found.concurrent_p95:,} with 95 % "
+        f"confidence; {text}"
     )
+
+
+def _limit(result: SizeResult) -> str:
+    """What stands in the way, or what runs out first."""
+    capacity = result.capacity
+    assert capacity is not None, "asked of results with a budget"
+    rank = capacity.ranks[capacity.limiting_rank]
+    stage = (
+        f" of stage {capacity.limiting_rank}, which has the fewest blocks" if len(capacity.ranks) > 1 else ""
+    )
+    if capacity.overhead_bytes is not None and capacity.available_kv_bytes < 0:
+        return (
+            f"weights of {format_bytes(rank.weights_bytes)} and overhead of about "
+            f"{format_bytes(rank.overhead_bytes)} on each GPU{stage} leave nothing for KV"
+        )
+    if not capacity.fits:
+        return capacity.reason + stage
+    seqs = result.config["max_num_seqs"].value
+    if isinstance(seqs, int) and seqs < capacity.concurrent_sequences:
+        return f"max_num_seqs {seqs:,}: the KV memory would hold more"
+    return (
+        f"{format_bytes(capacity.available_kv_bytes)} for KV on each GPU{stage}, "
+        f"{capacity.kv_cache_tokens:,} tokens as the engine counts"
+    )
+
+
+def _is_replicated(rank: Rank) -> bool:
+    """Whether other ranks hold KV of this one too, or weights worth a word: norms always are."""
+    weights = rank.weights_bytes or 0
+    return rank.replicated_bytes_per_token > 0 or (rank.replicated_weights_bytes or 0) * 100 > weights
+
+
+def _gib(size: int | None) -> str:
+    return "unknown" if size is None else f"{size / (1 << 30):,.2f}"
+
+
+def _size_rows(result: SizeResult, *, alone: bool) -> list[tuple[str, str]]:
+    kv, weights, capacity, gpu = result.kv, result.weights, result.capacity, result.gpu
     rows = [
-        ("KV per token", size(kv.bytes_per_token)),
-        *block,
-        ("sequence length", f"{result.seq:,} tokens"),
-        ("KV per sequence", size(kv.bytes_per_sequence)),
-        ("concurrency", format_count(result.concurrency)),
-        ("KV in total", size(kv.total_bytes)),
-        ("parameters", format_count(weights.parameters)),
-        ("weights", size(weights.total_bytes)),
+        ("KV per token", _exact_bytes(kv.bytes_per_token)),
+        ("KV per block", _exact_bytes(kv.bytes_per_block)),
+        ("tokens in a block", f"{kv.block_size:,}"),
+    ]
+    if kv.fixed_bytes_per_sequence:
+        rows.append(("fixed KV of a sequence", _exact_bytes(kv.fixed_bytes_per_sequence)))
+    rows += [
+        (f"KV of {result.seq:,} tokens", _exact_bytes(kv.bytes_per_sequence)),
+    ]
+    if kv.allocated_bytes_per_sequence != kv.bytes_per_sequence:
+        rows.append(("  in whole blocks", _exact_bytes(kv.allocated_bytes_per_sequence)))
+    if result.concurrency > 1:
+        rows.append((f"KV of {result.concurrency:,} sequences", _exact_bytes(kv.total_bytes)))
+    rows += [
+        ("parameters", "unknown" if weights.parameters is None else format_count(weights.parameters)),
+        ("weights", _exact_bytes(weights.total_bytes) if alone else format_bytes(weights.total_bytes)),
     ]
     if kv.per_gpu.bytes_per_token != kv.bytes_per_token or kv.cluster_bytes_per_token != kv.bytes_per_token:
         rows += [
-            ("per GPU: KV per block", size(kv.per_gpu.bytes_per_block)),
-            ("per GPU: KV in total", size(kv.per_gpu.total_bytes)),
-            ("per GPU: weights", size(weights.per_gpu_bytes)),
+            ("per GPU: KV per block", _exact_bytes(kv.per_gpu.bytes_per_block)),
+            ("per GPU: weights", _exact_bytes(weights.per_gpu_bytes)),
         ]
     if capacity is None:
         return rows
-    overhead = capacity.overhead_bytes
-    if gpu is not None:
+    if gpu is not None and not alone:
+        rows.append(("GPU", f"{gpu.count} x {gpu.name}, {format_bytes(gpu.memory_bytes)}"))
+    if capacity.overhead_bytes is not None and not alone:
+        low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
+        rows.append(("overhead, est.", f"{format_bytes(low)} to {format_bytes(high)}"))
+    share = [] if capacity.headroom_share is None else [format_share(capacity.headroom_share)]
+    rows.append(("memory for KV", format_bytes(capacity.available_kv_bytes)))
+    if capacity.num_gpu_blocks:
         rows += [
-            ("GPU", f"{gpu.count} x {gpu.name}, {format_bytes(gpu.memory_bytes)}"),
-            ("  taken by weights", format_share(capacity.weights_share_of_memory)),
-            ("  taken by KV in total", format_share(capacity.sequences_share_of_memory)),
+            ("blocks", f"{capacity.num_gpu_blocks:,}, {capacity.usable_blocks:,} usable"),
+            ("the engine prints", f"{capacity.kv_cache_tokens:,} tokens, {capacity.max_concurrency:.2f}x"),
+            ("  at max_model_len", f"{capacity.max_model_len:,}"),
+            ("sequences at once", format_count(capacity.concurrent_sequences)),
+            ("headroom", ", ".join([format_bytes(capacity.headroom_bytes), *share])),
+            ("longest that fits", f"{capacity.max_model_len_that_fits:,} tokens"),
         ]
-    if overhead is not None:
-        rows.append(("  overhead, rough", f"{format_bytes(overhead.low)} to {format_bytes(overhead.high)}"))
-    return [
-        *rows,
-        ("memory for KV", format_bytes(capacity.available_kv_bytes)),
-        ("blocks", f"{capacity.num_gpu_blocks:,}, {capacity.usable_blocks:,} usable"),
-        ("KV cache tokens", format_count(capacity.kv_cache_tokens)),
-        ("max model len", f"{capacity.max_model_len:,} tokens"),
-        ("max concurrency of those", f"{capacity.max_concurrency:.2f}x"),
-        ("sequences at once", format_count(capacity.concurrent_sequences)),
-        ("headroom", f"{format_bytes(capacity.headroom_bytes)}, {format_share(capacity.headroom_share)}"),
-        ("longest that fits", f"{capacity.max_model_len_that_fits:,} tokens"),
-        ("fits", f"{'yes' if capacity.fits else 'no'}, {capacity.fits_confidence}"),
-    ]
+    found = capacity.distribution
+    if found is not None:
+        rows += [
+            (
+                f"lengths, {found.method}",
+                f"mean {found.mean_tokens:,.0f}, p95 {found.p95_tokens:,.0f} tokens",
+            ),
+            ("  blocks of a sequence", f"{found.blocks_mean:,.1f}, {found.shared_blocks:,.1f} shared"),
+            (
+                "  at once",
+                f"{found.concurrent_mean:,} on average, {found.concurrent_p95:,} with 95 % conf.",
+            ),
+        ]
+    return rows
 
 
 def _exact_bytes(size: int | None) -> str:

@@ -7,6 +7,9 @@ numbers are decimal: any other tag, a duplicate key or an alias that contains it
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,6 +105,41 @@ class Node(NamedTuple):
         """Whether the value has fields."""
         return isinstance(self.raw, yaml.MappingNode)
 
+    @property
+    def is_sequence(self) -> bool:
+        """Whether the value is a list."""
+        return isinstance(self.raw, yaml.SequenceNode)
+
+    @property
+    def text(self) -> str | None:
+        """A plain value as it is written, whatever it would be read as; None for lists and mappings."""
+        return str(self.raw.value) if isinstance(self.raw, yaml.ScalarNode) else None
+
+    def locate(self, lines: Sequence[str]) -> Callable[[int], Place]:
+        """Places of offsets in `text`; ``lines`` are those of the file.
+
+        Text and file are walked side by side: they differ in blanks, quotes and escapes only, in every style.
+        """
+        offsets, places = [0], [self.place]
+        at_start = True
+        source = _written(self.raw, lines)
+        for offset, char in enumerate(self.text or ""):
+            if char.isspace():
+                at_start = True
+                continue
+            written, line, column = next(source, ("", 0, 0))
+            if written != char:
+                break
+            if at_start:
+                offsets.append(offset)
+                places.append(Place(self.place.file, line + 1, column + 1))
+                at_start = False
+
+        def locate(offset: int) -> Place:
+            return places[bisect_right(offsets, offset) - 1]
+
+        return locate
+
 
 def read_yaml(path: Path, *, name: str | None = None) -> Node:
     """The one document of a file, called ``name`` in errors. Raises `InputError` naming file and line."""
@@ -120,14 +158,7 @@ def read_yaml(path: Path, *, name: str | None = None) -> Node:
             where=file,
             hint="give a file that exists and can be read",
         ) from error
-    try:
-        text = raw.decode("utf-8")
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"not UTF-8: byte 0x{raw[error.start]:02x}", where=f"{file}:{line}", hint="save the file as UTF-8"
-        ) from error
-    return parse_yaml(text, file)
+    return parse_yaml(decode(raw, file), file)
 
 
 def parse_yaml(text: str, file: str) -> Node:
@@ -137,6 +168,28 @@ def parse_yaml(text: str, file: str) -> Node:
         raise InputError("the file is empty", where=file, hint="write at least one entry")
     place = _place(root, file)
     return Node(place, place, root)
+
+
+def parse_documents(text: str, file: str) -> list[Node]:
+    """The documents of a text that ``---`` separates, empty ones left out; raises `InputError` naming file and line."""
+    nodes: list[Node] = []
+    with _yaml_errors(file):
+        for root in yaml.compose_all(text, Loader=_Loader):
+            place = _place(root, file) if root is not None else Place(file, 1, 1)
+            if root is not None and not (isinstance(root, yaml.ScalarNode) and root.tag == f"{_TAG}null"):
+                nodes.append(Node(place, place, root))
+    return nodes
+
+
+def decode(raw: bytes, file: str) -> str:
+    """The text of a file; raises `InputError` naming the line that is not UTF-8."""
+    try:
+        return raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"not UTF-8: byte 0x{raw[error.start]:02x}", where=f"{file}:{line}", hint="save the file as UTF-8"
+        ) from error
 
 
 def parse_scalar(text: str, *, where: str) -> object:
@@ -152,9 +205,30 @@ def parse_scalar(text: str, *, where: str) -> object:
     return _scalar(node, where)
 
 
-def _compose(text: str, file: str) -> yaml.Node | None:
+def parse_value(text: str, *, where: str) -> object:
+    """The value of YAML on one line: a scalar, as `parse_scalar` reads it, or what stands in braces or brackets."""
+    if not text.lstrip().startswith(("{", "[")):
+        return parse_scalar(text, where=where)
     try:
+        root = _compose(text, where)
+    except InputError as error:
+        raise InputError(f'"{text}" is no value', where=where, hint="close the brackets") from error
+    assert root is not None, "the text is not empty"
+    place = Place(where, 1, 1)
+    return Node(place, place, root).value()
+
+
+def _compose(text: str, file: str) -> yaml.Node | None:
+    with _yaml_errors(file):
         node: yaml.Node | None = yaml.compose(text, Loader=_Loader)
+    return node
+
+
+@contextmanager
+def _yaml_errors(file: str) -> Iterator[None]:
+    """Turn what PyYAML finds wrong into our own errors."""
+    try:
+        yield
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}:{mark.column + 1}" if mark else file
@@ -164,7 +238,30 @@ def _compose(text: str, file: str) -> yaml.Node | None:
         ) from error
     except RecursionError as error:
         raise InputError("the file is nested too deeply", where=file, hint="write it flatter") from error
-    return node
+
+
+def _written(node: yaml.Node, lines: Sequence[str]) -> Iterator[tuple[str, int, int]]:
+    """Each character of a scalar that is no blank, as the file has it, with line and column from 0."""
+    style = node.style if isinstance(node, yaml.ScalarNode) else None
+    first, column = node.start_mark.line, node.start_mark.column
+    if style in ("|", ">"):  # what stands beside the sign is no content
+        first, column = first + 1, 0
+    elif style in ("'", '"'):
+        column += 1
+    for number in range(first, min(node.end_mark.line + 1, len(lines))):
+        line = lines[number]
+        while column < len(line):
+            char = line[column]
+            if style == '"' and char == "\\":
+                column += 1
+                char = line[column : column + 1]
+                char = "" if char in "abefnrtv0" else char
+            elif style == "'" and line.startswith("''", column):
+                column += 1
+            if char and not char.isspace():
+                yield char, number, column
+            column += 1
+        column = 0
 
 
 class _Reader:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
-from kvplan.core.engine_sizing import EngineRules, EngineSizing, engine_sizing
+from kvplan.core.engine_sizing import EngineRules, engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
@@ -25,6 +25,7 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
+from kvplan.core.overhead import Overhead
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -33,6 +34,7 @@ from kvplan.core.sizing import (
     Plan,
     WeightSizes,
     check_tensor_parallel,
+    fits,
     plan_capacity,
     weight_sizes,
 )
@@ -79,44 +81,78 @@ def serve(
     None: the longest that is served. Raises `InputError` for settings that the engine refuses.
     """
     options: ServingOptions = resolver.options
-    engine = resolver.note_engine()
-    sizing = engine_sizing(engine.name, engine.version)
     warnings: list[str] = []
-    _check_settings(options, sizing.rules)
-    if options.quantization is not None:
-        method = resolver.choose("quantization", "", "default")
-        spec = replace(spec, weights=spec.weights.quantized_by(method))
-    deployment = _deployment(spec, resolver, sizing.rules, engine, gpu, gpu_count, warnings)
-    deployment = deployment._replace(
-        seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
-    )
-    budget = _gpu_budget(gpu, options, deployment)
-    served = _plan(spec, gpu, engine, sizing, deployment, budget, warnings)
+    spec = _as_loaded(spec, resolver)
+    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, warnings)
+    served = _plan(spec, gpu, engine, deployment, budget, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
         longest = served.capacity.max_model_len_that_fits
         if longest:
             resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
             deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
-            served = _plan(spec, gpu, engine, sizing, deployment, budget, warnings)
+            served = _plan(spec, gpu, engine, deployment, budget, warnings)
     return served
+
+
+def would_fit(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    *,
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    seq: int | None = None,
+    concurrency: int = 1,
+) -> bool:
+    """``capacity.fits`` of what `serve` gives for the same arguments, without the rest: for searches.
+
+    A memory budget must be given, and a length other than ``auto``. Raises `InputError` as `serve` does.
+    """
+    spec = _as_loaded(spec, resolver)
+    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
+    plan = _laid_out(spec, engine, deployment)
+    return fits(plan, Budget(budget, _overheads(spec, gpu, engine, plan)))
+
+
+def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
+    """The model with its weights as ``--quantization`` has the engine hold them."""
+    if resolver.options.quantization is None:
+        return spec
+    method = resolver.choose("quantization", "", "default")
+    return replace(spec, weights=spec.weights.quantized_by(method))
+
+
+def _settle(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    gpu: Gpu | None,
+    gpu_count: int | None,
+    seq: int | None,
+    concurrency: int,
+    warnings: list[str],
+) -> tuple[Engine, Deployment, GpuBudget | None]:
+    """Every setting, and the memory that there is."""
+    engine = resolver.note_engine()
+    rules = engine_sizing(engine.name, engine.version).rules
+    _check_settings(resolver.options, rules)
+    deployment = _deployment(spec, resolver, rules, engine, gpu, gpu_count, warnings)
+    deployment = deployment._replace(
+        seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
+    )
+    return engine, deployment, _gpu_budget(gpu, resolver.options, deployment)
 
 
 def _plan(
     spec: ModelSpec,
     gpu: Gpu | None,
     engine: Engine,
-    sizing: EngineSizing,
     deployment: Deployment,
     budget: GpuBudget | None,
     warnings: list[str],
 ) -> Served:
-    stages = sizing.stages(spec.num_layers, deployment.pipeline_parallel_size)
-    plan = Plan(spec, deployment, sizing.make_pool, stages)
-    given = deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+    plan = _laid_out(spec, engine, deployment)
     capacity = None
-    if budget is not None or given:
-        overheads = () if given else tuple(sizing.overhead(spec, deployment, gpu) for _ in plan.stages)
-        capacity = plan_capacity(plan, Budget(budget, overheads, sizing.is_measured))
+    if budget is not None or _pool_is_given(deployment):
+        capacity = plan_capacity(plan, Budget(budget, _overheads(spec, gpu, engine, plan)))
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -135,6 +171,26 @@ def _heaviest(plan: Plan) -> int:
     """The stage whose blocks are largest: without a budget, the one that will limit."""
     sizes = [plan.pool.bytes_per_block(stage) for stage in plan.stages]
     return sizes.index(max(sizes))
+
+
+def _pool_is_given(deployment: Deployment) -> bool:
+    """Whether the pool is given, so that no estimate decides."""
+    return deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
+
+
+def _laid_out(spec: ModelSpec, engine: Engine, deployment: Deployment) -> Plan:
+    """The engine's pool, and its split of the layers."""
+    sizing = engine_sizing(engine.name, engine.version)
+    stages = sizing.stages(spec.num_layers, deployment.pipeline_parallel_size)
+    return Plan(spec, deployment, sizing.make_pool, stages)
+
+
+def _overheads(spec: ModelSpec, gpu: Gpu | None, engine: Engine, plan: Plan) -> tuple[Overhead, ...]:
+    """Of each stage; none where the pool is given."""
+    deployment = plan.deployment
+    if _pool_is_given(deployment):
+        return ()
+    return (engine_sizing(engine.name, engine.version).overhead(spec, deployment, gpu),) * len(plan.stages)
 
 
 # Settings
@@ -420,7 +476,7 @@ def choose_batch_limits(
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
     """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
     longest = spec.max_position_embeddings
-    asked = getattr(resolver.options, "seq", None)
+    asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
     if longest is None and asked is not None and resolver.options.max_model_len is None:
         return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
     if longest is None and resolver.options.max_model_len in (None, "auto"):

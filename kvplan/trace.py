@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import re
+import stat
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
@@ -42,6 +46,10 @@ _KVPLAN_KEYS = frozenset(
         "hash_block_size",
     }
 )
+#: Requests that may be out of order by so many places; as many again are held while they are sorted.
+_REORDER = 1 << 16
+#: Ids that are kept as they are to tell doubles at once.
+_EXACT_IDS = 1 << 17
 #: Mooncake's hash ids stand for blocks of this many tokens (FAST25-release/traces of kvcache-ai/Mooncake).
 _MOONCAKE_BLOCK_SIZE = 512
 
@@ -74,6 +82,186 @@ class Trace:
         }
 
 
+class TraceStream:
+    """A trace that is read while it is replayed: iterate once, in order of arrival.
+
+    Up to `_REORDER` requests are held, so that those which arrive out of order find their place; one that comes later
+    still is an error. The counts, ``skipped_lines`` among them, are of what was read so far. Iterating raises
+    `InputError` with file:line of the first line that is wrong, and how many more are.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        format: str,
+        rows: Iterator[Request | _BadLine],
+        lines: _Lines,
+        *,
+        limit: int | None,
+        rate_scale: Fraction,
+        skip_bad_lines: bool,
+        reorder: int | None,
+        step_numbered: bool = False,
+        scenario: SchedulerConfig | None = None,
+    ) -> None:
+        self.path = path
+        self.format = format
+        self.step_numbered = step_numbered
+        self.scenario = scenario
+        self.skipped_lines = 0
+        self.count = 0
+        self.input_tokens = 0
+        self.output_tokens = 0
+        self._rows = rows
+        self._lines = lines
+        self._limit = limit
+        self._rate_scale = rate_scale
+        self._skip_bad_lines = skip_bad_lines
+        self._reorder = reorder
+        self._first: int | None = None
+        self._last = 0
+
+    @property
+    def share_read(self) -> float | None:
+        """How much of the file was read, by its bytes; None where its size is not known."""
+        return self._lines.share_read
+
+    def close(self) -> None:
+        """Let go of the file before the end."""
+        self._lines.close()
+
+    def to_dict(self) -> dict[str, object]:
+        """The ``trace`` block of the JSON contract, of what was read so far."""
+        span = self._last - (self._first or 0)
+        return {
+            "path": self.path,
+            "format": self.format,
+            "requests": self.count,
+            "input_tokens": self.input_tokens,
+            "output_tokens": self.output_tokens,
+            "duration_s": None if self.step_numbered else span / PICOSECONDS,
+            "skipped_lines": self.skipped_lines,
+        }
+
+    def __iter__(self) -> Iterator[Request]:
+        if self._first is not None:
+            raise RuntimeError("a trace is read once")
+        top, bottom = self._rate_scale.numerator, self._rate_scale.denominator
+        origin: int | None = None if self.format == "azure" else 0
+        for request in self._in_order(self._good_rows()):
+            if origin is None:
+                origin = request.arrival  # wall-clock times: the trace's zero is its first request
+            moved = request
+            if origin or top != bottom:
+                moved = request._replace(arrival=(request.arrival - origin) * bottom // top)
+            if self._first is None:
+                self._first = moved.arrival
+            self._last = moved.arrival
+            self.count += 1
+            self.input_tokens += moved.input_tokens
+            self.output_tokens += moved.output_tokens
+            yield moved
+        if self._first is None:
+            raise InputError(
+                "the trace holds no request", where=self.path, hint="give a trace with at least one line"
+            )
+
+    def _in_order(self, requests: Iterator[Request]) -> Iterator[Request]:
+        """Requests by arrival, ties as in the file: of twice as many as are held, the earlier half goes on.
+
+        O(n) where they are in order already.
+        """
+        held: list[Request] = []
+        latest = 0
+        for batch in _batches(requests, self._reorder):
+            held += batch
+            held.sort(key=_arrival)
+            if held[0].arrival < latest:
+                raise InputError(
+                    f"request {_quoted(held[0].id)} arrives before others that stand more than "
+                    f"{self._reorder:,} lines earlier",
+                    where=self.path,
+                    hint="sort the trace by arrival",
+                )
+            ready = held[: -self._reorder] if self._reorder else []
+            if ready:
+                yield from ready
+                latest = ready[-1].arrival
+                del held[: len(ready)]
+        yield from held
+
+    def _good_rows(self) -> Iterator[Request]:
+        """Good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
+        ids = _Ids()
+        read = 0
+        for row in self._rows:
+            if isinstance(row, Request) and ids.add(row.id):
+                yield row
+                read += 1
+                if read == self._limit:
+                    break
+                continue
+            problem = row if isinstance(row, _BadLine) else _twice(row.id)
+            if not self._skip_bad_lines:
+                raise self._bad_line(problem, ids, self._limit and self._limit - read)
+            self.skipped_lines += 1
+        if ids.some_twice():
+            raise InputError("an id stands twice", where=self.path, hint="give each request an id of its own")
+
+    def _bad_line(self, problem: _BadLine, ids: _Ids, left: int | None) -> InputError:
+        """The error for a bad line, which says how many more there are before the limit."""
+        where = f"{self.path}:{self._lines.number}"
+        more = 0
+        for row in self._rows:
+            if isinstance(row, Request) and ids.add(row.id):
+                if left is not None:
+                    left -= 1
+                    if left <= 0:
+                        break
+            else:
+                more += 1
+        what = str(problem)
+        if more:
+            what += f"; {more} more bad line{'s' if more > 1 else ''}"
+        return InputError(what, where=where, hint=problem.hint)
+
+
+class _Ids:
+    """The ids so far: exact up to `_EXACT_IDS`, then 8 bytes each, looked at when all are there."""
+
+    def __init__(self) -> None:
+        self._names: set[str] = set()
+        self._hashes = array("q")
+
+    def add(self, name: str) -> bool:
+        """Take in an id; False if it is known to have come before."""
+        if self._hashes:
+            self._hashes.append(hash(name))
+            return True
+        if name in self._names:
+            return False
+        self._names.add(name)
+        if len(self._names) > _EXACT_IDS:
+            self._hashes.extend(map(hash, self._names))
+            self._names.clear()
+        return True
+
+    def some_twice(self) -> bool:
+        """Whether two of many ids are equal (by 64 bits: of a million different ones, with a chance of 3e-8)."""
+        ordered = sorted(self._hashes)
+        return any(one == other for one, other in pairwise(ordered))
+
+
+def _arrival(request: Request) -> int:
+    return request.arrival
+
+
+def _batches(requests: Iterator[Request], size: int | None) -> Iterator[list[Request]]:
+    """Lists of ``size`` requests each, the last shorter; one of all without a size."""
+    while batch := list(islice(requests, size)):
+        yield batch
+
+
 class _BadLine(Exception):
     """A line that cannot be used: what is wrong with it and what would mend it."""
 
@@ -90,41 +278,68 @@ def read_trace(
     rate_scale: Fraction = Fraction(1),
     skip_bad_lines: bool = False,
 ) -> Trace:
-    """Read a whole trace from a file, a shipped workload's name or ``-`` (standard input).
+    """Read a whole trace, however its requests are ordered; arguments as for `open_trace`."""
+    stream = open_trace(
+        source,
+        format=format,
+        limit=limit,
+        rate_scale=rate_scale,
+        skip_bad_lines=skip_bad_lines,
+        reorder=None,
+    )
+    requests = list(stream)
+    return Trace(
+        stream.path, stream.format, requests, stream.skipped_lines, stream.step_numbered, stream.scenario
+    )
+
+
+def open_trace(
+    source: str,
+    *,
+    format: str = "auto",
+    limit: int | None = None,
+    rate_scale: Fraction = Fraction(1),
+    skip_bad_lines: bool = False,
+    reorder: int | None = _REORDER,
+) -> TraceStream:
+    """Open a trace: a file, a shipped workload's name or ``-`` (standard input).
 
     ``limit`` keeps the first requests of the file, ``rate_scale`` 2 makes them arrive twice as fast. Raises
-    `InputError` with file:line of the first line that is wrong, and how many more are.
+    `InputError` for what the beginning of the file tells.
     """
     if format not in ("auto", *FORMATS):
         raise unknown_name("trace format", format, ("auto", *FORMATS), where="--format")
-    with _open(source) as file:
-        lines = _Lines(source, file)
+    lines = _Lines(source, _open(source))
+    scenario: SchedulerConfig | None = None
+    rows: Iterator[Request | _BadLine]
+    try:
         first = lines.peek()
         if format == "auto":
             format = _recognise(first, lines)
         if format == "scenario":
-            trace = _read_scenario(lines)
+            whole = _read_scenario(lines)
+            scenario, rows = whole.scenario, iter(whole.requests)
         else:
             rows = _READERS[format](lines)
-            requests, skipped = _collect(rows, lines, limit=limit, skip_bad_lines=skip_bad_lines)
-            trace = Trace(lines.name, format, requests, skipped)
-    requests = trace.requests[:limit]
-    if format == "azure" and requests:  # wall-clock times: the trace's zero is its first request
-        origin = min(r.arrival for r in requests)
-        requests = [r._replace(arrival=r.arrival - origin) for r in requests]
-    if rate_scale != 1:
-        if trace.step_numbered:
-            raise InputError(
-                "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
-            )
-        top, bottom = rate_scale.numerator, rate_scale.denominator
-        requests = [r._replace(arrival=r.arrival * bottom // top) for r in requests]
-    requests.sort(key=lambda r: r.arrival)  # stable: ties keep the order of the file
-    if not requests:
+    except InputError:
+        lines.close()
+        raise
+    if format == "scenario" and rate_scale != 1:
         raise InputError(
-            "the trace holds no request", where=lines.name, hint="give a trace with at least one line"
+            "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
         )
-    return replace(trace, requests=requests)
+    return TraceStream(
+        lines.name,
+        format,
+        rows,
+        lines,
+        limit=limit,
+        rate_scale=rate_scale,
+        skip_bad_lines=skip_bad_lines,
+        reorder=reorder,
+        step_numbered=format == "scenario",
+        scenario=scenario,
+    )
 
 
 def to_json_line(request: Request) -> str:
@@ -153,11 +368,19 @@ class _Lines:
         self.number = 0
         self._file = file
         self._first: bytes | None = None
+        self._size = _regular_size(file)
+        self._read = 0
+
+    @property
+    def share_read(self) -> float | None:
+        """Bytes read over the file's size; None for what is no regular file."""
+        return min(1.0, self._read / self._size) if self._size else None
 
     def peek(self) -> str:
         """The first line that is not blank, without consuming it."""
         if self._first is None:
             for raw in self._file:
+                self._read += len(raw)
                 if raw.strip():
                     self._first = raw.removeprefix(b"\xef\xbb\xbf")
                     break
@@ -174,17 +397,36 @@ class _Lines:
         self._first = None
 
     def __iter__(self) -> Iterator[bytes]:
-        if self._first is not None:
-            self.number += 1
-            yield self._first
-        for raw in self._file:
-            self.number += 1
-            if raw.strip():
-                yield raw
+        try:
+            if self._first is not None:
+                self.number += 1
+                yield self._first
+            for raw in self._file:
+                self.number += 1
+                self._read += len(raw)
+                if raw.strip():
+                    yield raw
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let go of the file; standard input stays open."""
+        if self._file is not sys.stdin.buffer:
+            self._file.close()
 
     def text(self) -> str:
         """All that is left, as one text."""
-        return _decode((self._first or b"") + self._file.read(), self.name)
+        text = _decode((self._first or b"") + self._file.read(), self.name)
+        self.close()
+        return text
+
+
+def _regular_size(file: BinaryIO) -> int | None:
+    try:
+        status = os.fstat(file.fileno())
+    except (OSError, ValueError):  # no file behind it
+        return None
+    return status.st_size if stat.S_ISREG(status.st_mode) else None
 
 
 def _open(source: str) -> BinaryIO:
@@ -242,36 +484,6 @@ def _recognise(first: str, lines: _Lines) -> str:
         where=f"{lines.name}:{lines.number + 1}",
         hint=f"known formats are {', '.join(FORMATS)}; --format names one",
     )
-
-
-def _collect(
-    rows: Iterable[Request | _BadLine], lines: _Lines, *, limit: int | None, skip_bad_lines: bool
-) -> tuple[list[Request], int]:
-    """All good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
-    requests: list[Request] = []
-    ids: set[str] = set()
-    first_bad: InputError | None = None
-    bad = 0
-    for row in rows:
-        if isinstance(row, Request) and row.id not in ids:
-            ids.add(row.id)
-            requests.append(row)
-        else:
-            bad += 1
-            problem = row if isinstance(row, _BadLine) else _twice(row.id)
-            if first_bad is None:
-                first_bad = InputError(str(problem), where=f"{lines.name}:{lines.number}", hint=problem.hint)
-        if limit is not None and len(requests) >= limit:
-            break
-    if first_bad is not None and not skip_bad_lines:
-        if bad > 1:
-            first_bad = InputError(
-                f"{first_bad.what}; {bad - 1} more bad line{'s' if bad > 2 else ''}",
-                where=first_bad.where,
-                hint=first_bad.hint,
-            )
-        raise first_bad
-    return requests, bad
 
 
 def _twice(request_id: str) -> _BadLine:

@@ -187,7 +187,7 @@ def test_every_option_of_the_contract_keeps_vllms_name() -> None:
         for parameter in group.commands[command].params:
             long = [option for option in parameter.opts if option.startswith("--")]
             if long and parameter.name != "help":
-                assert long == [f"--{parameter.name.replace('_', '-')}"]
+                assert long == [f"--{parameter.name.rstrip('_').replace('_', '-')}"]
                 assert parameter.help, f"{long[0]} has no help"
 
 

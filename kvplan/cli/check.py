@@ -12,7 +12,7 @@ from kvplan.errors import InputError
 from kvplan.text import literal
 
 if TYPE_CHECKING:
-    from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.check import CheckReport, Verdict
 
 _FORMATS = ("table", "json", "github")
 
@@ -44,7 +44,12 @@ def check(
         )
     check_output_paths({"--junit": junit}, sources=[file])
     planned = read_checks(file)
-    read = [path for one in planned for path in (one.subject, one.options.models) if path is not None]
+    read = [
+        path
+        for one in planned
+        for path in (one.subject, one.options.models, one.deployment_file)
+        if path is not None
+    ]
     check_output_paths({"--junit": junit}, sources=[file, *read])
     results = []
     for number, one in enumerate(planned, 1):
@@ -70,16 +75,28 @@ def check(
 
 
 def _annotations(report: CheckReport) -> str:
-    """Workflow commands of GitHub Actions: an error at the line of each expectation that fails."""
+    """Workflow commands of GitHub Actions: an error for each expectation that fails."""
     lines = [
-        f"::error file={_property(report.path)},line={v.line},col={v.column},title={_property(c.name)}::"
-        f"{_data(f'{v.figure} is {v.actual_text}, expected {v.expected}')}"
+        f"::error {_place(report, v)},title={_property(c.name)}::"
+        f"{_data(f'{v.figure} is {v.actual_text}, expected {v.expected}{_expected_at(report, v)}')}"
         for c in report.checks
         for v in c.verdicts
         if not v.passed
     ]
     lines.append(f"::notice::{report.passed} of {len(report.checks)} capacity checks pass")
     return "".join(line + "\n" for line in lines)
+
+
+def _place(report: CheckReport, verdict: Verdict) -> str:
+    """Where an annotation points: the command in the deployment's file, else the expectation."""
+    if verdict.deployment is not None:
+        file, line, column = verdict.deployment
+        return f"file={_property(file)},line={line},col={column}"
+    return f"file={_property(report.path)},line={verdict.line},col={verdict.column}"
+
+
+def _expected_at(report: CheckReport, verdict: Verdict) -> str:
+    return f" ({report.path}:{verdict.line})" if verdict.deployment is not None else ""
 
 
 def _data(text: str) -> str:

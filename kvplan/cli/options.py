@@ -154,9 +154,19 @@ VllmCommand = Annotated[
         "--vllm-command", metavar="COMMAND", help='Model and flags of a command such as "vllm serve ...".'
     ),
 ]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="FILE[#NAME]",
+        help="Model and flags of a script, compose file, manifest or vLLM config; - is standard input.",
+    ),
+]
 IgnoreFlag = Annotated[
     list[str] | None,
-    typer.Option("--ignore-flag", metavar="NAME", help="Leave out this flag of --vllm-command; repeatable."),
+    typer.Option(
+        "--ignore-flag", metavar="NAME", help="Leave out this flag of the vLLM command; repeatable."
+    ),
 ]
 
 _Options = TypeVar("_Options", bound=ServingOptions)

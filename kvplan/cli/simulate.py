@@ -124,12 +124,21 @@ def simulate(
     events_detail: Annotated[
         bool, typer.Option("--events-detail", help="With --events: block ids too.")
     ] = False,
+    min_blocks: Annotated[
+        str | None,
+        typer.Option(
+            "--min-blocks",
+            metavar="0|N%|hit-rate=N%",
+            help="Also find a small pool with no preemption, with N % of the requests preempted or such a hit rate.",
+        ),
+    ] = None,
     set: shared.Set = None,
     models: shared.Models = None,
     profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
     json: shared.Json = False,
 ) -> None:
     """Replay a trace through vLLM's scheduler, block pool and prefix cache."""
+    from kvplan.jobs.min_blocks import find_min_blocks, parse_goal
     from kvplan.jobs.simulate import Simulation
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
@@ -140,16 +149,26 @@ def simulate(
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
         )
-    simulation = Simulation(trace, shared.from_params(SimulateOptions, ctx.params))
-    result = _run(simulation, requests, timeline, events, events_detail)
+    goal = None if min_blocks is None else parse_goal(min_blocks, trace)
+    settings = shared.from_params(SimulateOptions, ctx.params)
+    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail)
+    least = None
+    if goal is not None and result.simulation["status"] != "interrupted":
+        least = find_min_blocks(trace, settings, goal)
     for warning in result.warnings:
         shared.warn(warning)
     if json:
-        shared.print_json(result.to_dict(profile=profile))
+        document = result.to_dict(profile=profile)
+        if least is not None:
+            document["min_blocks"] = least.to_dict()
+        shared.print_json(document)
     else:
         from kvplan.report import Report
 
-        Report().simulate(result, profile=profile)
+        report = Report()
+        report.simulate(result, profile=profile)
+        if least is not None:
+            report.min_blocks(least)
     if result.simulation["status"] == "interrupted":
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":
@@ -168,28 +187,26 @@ def _run(
     events_detail: bool,
 ) -> SimulateResult:
     """Run with the observers that the outputs need; files appear when all is done."""
-    from kvplan.output import EventWriter, Timeline, whole_file, write_requests
+    from kvplan.output import EventWriter, RequestWriter, Timeline, whole_file
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
+    turns: list[Observer] = []
     with suppress(_Partial), ExitStack() as outputs:
         if events is not None:
-            observers.append(
-                EventWriter(outputs.enter_context(whole_file(events)), scale, detail=events_detail)
-            )
-        columns = Timeline(timeline, simulation.usable_blocks) if timeline is not None else None
-        if columns is not None:
-            observers.append(columns)
-        progress = None
+            file = outputs.enter_context(whole_file(events))
+            observers.append(EventWriter(file, scale, detail=events_detail))
+        if timeline is not None:
+            columns = Timeline(timeline, simulation.usable_blocks, scale)
+            turns.append(outputs.enter_context(columns.writing()))
         if sys.stderr.isatty():
             from kvplan.cli.progress import Progress
 
-            progress = outputs.enter_context(Progress(len(simulation.trace.requests)))
-        result = simulation.run(observers, progress=progress)
+            turns.append(outputs.enter_context(Progress(simulation)))
+        on_request = None
+        if requests is not None:
+            on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)
+        result = simulation.run(observers, turns=turns, on_request=on_request)
         if result.simulation["status"] == "interrupted":
             raise _Partial  # no file may pass for a whole one
-        if requests is not None:
-            write_requests(outputs.enter_context(whole_file(requests)), result.records, scale)
-        if columns is not None:
-            columns.write(scale)
     return result

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
@@ -13,6 +14,7 @@ from kvplan.errors import InputError
 
 if TYPE_CHECKING:
     from kvplan.jobs.size import SizeResult
+    from kvplan.vllm_command import VllmCommand
 
 
 def register(app: typer.Typer) -> None:
@@ -33,6 +35,22 @@ def size(
     seq: Annotated[str | None, typer.Option("--seq", metavar="N", help="Tokens of one sequence.")] = None,
     concurrency: Annotated[
         str | None, typer.Option("--concurrency", metavar="N", help="Sequences at once (1).")
+    ] = None,
+    lengths: Annotated[
+        str | None,
+        typer.Option(
+            "--lengths",
+            metavar="MEAN,P95",
+            help="Tokens of whole sequences: mean and 95th percentile; how many at once.",
+        ),
+    ] = None,
+    trace: Annotated[
+        str | None,
+        typer.Option("--trace", metavar="TRACE", help="The same for the sequences of a trace."),
+    ] = None,
+    shared_prefix: Annotated[
+        str | None,
+        typer.Option("--shared-prefix", metavar="N", help="Tokens that all sequences begin with."),
     ] = None,
     gpu: Annotated[
         str | None,
@@ -78,42 +96,45 @@ def size(
     ] = None,
     margin: shared.Margin = None,
     vllm_command: shared.VllmCommand = None,
+    from_: shared.From = None,
     ignore_flag: shared.IgnoreFlag = None,
     set: shared.Set = None,
     models: shared.Models = None,
+    suggest: Annotated[
+        bool, typer.Option("--suggest", help="Show what would let more in; done anyway if it does not fit.")
+    ] = False,
     explain: Annotated[bool, typer.Option("--explain", help="Show each formula with its numbers.")] = False,
     json: shared.Json = False,
 ) -> None:
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
-    from kvplan.jobs.size import engine_names, gpu_names, rank_by_gpu, size_with
+    from kvplan.jobs.size import engine_names, names_several_gpus, size_on, size_with
     from kvplan.options import SizeOptions
 
     options = shared.from_params(SizeOptions, ctx.params)
     names = list(model or [])
     origins: dict[str, str] = {}
     ignored: tuple[str, ...] = ()
-    if vllm_command is not None:
-        from kvplan.vllm_command import read_command
-
-        command = read_command(vllm_command, ignored_flags=ignore_flag or ())
-        if names:
-            raise InputError(
-                "MODEL and --vllm-command both name a model", where="kvplan size", hint="give one of them"
-            )
-        names = [command.model]
+    command = _command(vllm_command, from_, ignore_flag or (), names)
+    if command is not None:
+        names = names or [command.model]
         origins = command.fill(options)
-        ignored = tuple(f"ignored in --vllm-command: {text}" for text in command.ignored)
+        ignored = (
+            *(f"ignored in {command.source}: {text}" for text in command.ignored),
+            *command.warnings(options),
+        )
     if not names:
         raise InputError(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
         )
-    gpus = gpu_names(options.gpu) if options.gpu is not None else [None]
     engines = engine_names(options.engine) if options.engine is not None else [None]
     columns: list[list[SizeResult]] = []
     for name, engine_name in product(names, engines):
-        results = [size_with(name, replace(options, gpu=one, engine=engine_name), origins) for one in gpus]
-        columns.append(rank_by_gpu(results) if len(gpus) > 1 else results)
-        columns[-1] = [replace(r, warnings=(*ignored, *r.warnings)) for r in columns[-1]]
+        chosen = replace(options, engine=engine_name)
+        if options.gpu is not None and names_several_gpus(options.gpu):
+            results = size_on(name, options.gpu, chosen, origins, seq_sets_length=command is None)
+        else:
+            results = [size_with(name, chosen, origins, seq_sets_length=command is None)]
+        columns.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
     everything = [result for results in columns for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
         shared.warn(warning)
@@ -126,8 +147,36 @@ def size(
         raise typer.Exit(1)
 
 
+def _command(
+    text: str | None, source: str | None, ignored_flags: Sequence[str], models: Sequence[str]
+) -> VllmCommand | None:
+    """The vLLM command that is given as text or in a file."""
+    if text is not None and source is not None:
+        raise InputError(
+            "--vllm-command and --from both give a command", where="kvplan size", hint="give one of them"
+        )
+    if text is not None:
+        from kvplan.vllm_command import read_command
+
+        if models:
+            raise InputError(
+                "MODEL and --vllm-command both name a model", where="kvplan size", hint="give one of them"
+            )
+        return read_command(text, ignored_flags=ignored_flags)
+    if source is not None:
+        from kvplan.deployments import read_deployment
+
+        if len(models) > 1:
+            raise InputError("several models for one --from", where="kvplan size", hint="name one at most")
+        command = read_deployment(source, ignored_flags=ignored_flags)
+        if "model" in command.unread and not models:
+            raise command.unread["model"]
+        return command
+    return None
+
+
 def _print(columns: list[list[SizeResult]], *, explain: bool) -> None:
-    """A model with an engine is a column, or on several GPUs a table of its own."""
+    """A model by an engine is a column, or on several GPUs a table of its own."""
     from kvplan.report import Report
 
     report = Report()

@@ -7,7 +7,7 @@ time, which ``simulate`` brings.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
@@ -139,11 +139,29 @@ class StepWork:
 S = TypeVar("S", bound=Sequence)
 
 
+class Preemption(NamedTuple):
+    """Why a sequence lost its place: ``trigger`` needed more blocks than were free; it may be the victim itself.
+
+    ``lost_tokens`` had been computed and are thrown away; ``is_decode`` says whether the trigger decodes or
+    computes its prompt.
+    """
+
+    victim: str
+    trigger: str
+    is_decode: bool
+    needed_blocks: int
+    free_blocks: int
+    lost_tokens: int
+
+
 @dataclass(slots=True)
 class Turn(Generic[S]):
     """What an engine did in one step, or in ``steps`` steps in which the same sequences decode.
 
-    Counts taken after scheduling the first step: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used
+    ``preemptions`` tells of each of ``preempted`` why.
+
+    Counts taken after scheduling the first step: ``free_blocks``, ``cached_blocks`` (those of them that hold
+    reusable content), ``running``, ``waiting``, ``shared_blocks`` (used
     by more than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of
     them that their owner will fill). ``free_blocks_end`` is taken after the finished were freed. Sequences that
     finish do so in the last step.
@@ -160,6 +178,7 @@ class Turn(Generic[S]):
     admitted: list[S] = field(default_factory=list)
     resumed: list[S] = field(default_factory=list)
     preempted: list[S] = field(default_factory=list)
+    preemptions: list[Preemption] = field(default_factory=list)
     prefix_hits: list[tuple[S, int]] = field(default_factory=list)
     sampled: list[S] = field(default_factory=list)
     finished: list[S] = field(default_factory=list)
@@ -176,6 +195,7 @@ class Turn(Generic[S]):
     scheduled_tokens: int = 0
     recomputed_tokens: int = 0
     free_blocks: int = 0
+    cached_blocks: int = 0
     free_blocks_end: int = 0
     running: int = 0
     waiting: int = 0

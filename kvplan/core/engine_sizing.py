@@ -90,13 +90,12 @@ class EngineRules(Protocol):
 
 
 class EngineSizing(NamedTuple):
-    """What sizing needs of an engine. ``is_measured``: its overhead was held against many logs."""
+    """What sizing needs of an engine."""
 
     rules: EngineRules
     make_pool: Callable[[ModelSpec, Deployment, CacheFormat | None], Pool]
     stages: Callable[[int, int], tuple[Stage, ...]]
     overhead: Callable[[ModelSpec, Deployment, Gpu | None], Overhead]
-    is_measured: bool
 
 
 def engine_sizing(name: str, version: str = "") -> EngineSizing:
@@ -109,7 +108,6 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             paged.PagedPool,
             pipeline_stages,
             lambda spec, deployment, gpu: paged.paged_overhead(spec, deployment, _capability(gpu)),
-            is_measured=True,
         )
     if name == "sglang":
         from kvplan.core.pools import sglang
@@ -119,7 +117,6 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             sglang.SglangPool,
             sglang.sglang_stages,
             lambda spec, deployment, gpu: sglang.sglang_overhead(spec, deployment),
-            is_measured=False,
         )
     if name == "tensorrt-llm":
         from kvplan.core.pools import tensorrt_llm
@@ -129,7 +126,6 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             tensorrt_llm.TensorrtLlmPool,
             tensorrt_llm.tensorrt_llm_stages,
             lambda spec, deployment, gpu: tensorrt_llm.tensorrt_llm_overhead(spec, deployment),
-            is_measured=False,
         )
     if name == "llama.cpp":
         from kvplan.core.pools import llama_cpp
@@ -139,10 +135,9 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             llama_cpp.LlamaCppPool,
             llama_cpp.llama_cpp_stages,
             lambda spec, deployment, gpu: llama_cpp.llama_cpp_overhead(spec, deployment),
-            is_measured=False,
         )
     assert name == "vllm", "options name no other engine"
-    return EngineSizing(vllm_rules(version), VllmPool, pipeline_stages, _vllm_overhead, is_measured=True)
+    return EngineSizing(vllm_rules(version), VllmPool, pipeline_stages, _vllm_overhead)
 
 
 def _vllm_overhead(spec: ModelSpec, deployment: Deployment, gpu: Gpu | None) -> Overhead:

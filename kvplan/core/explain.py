@@ -131,5 +131,33 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
         f"the engine prints {capacity.kv_cache_tokens:,} tokens and {capacity.max_concurrency:.2f}x for "
         f"{capacity.max_model_len:,} tokens"
     )
+    lines += _resident_lines(capacity)
     lines.append(f"fits: {'yes' if capacity.fits else 'no'}: {capacity.reason}")
+    return lines
+
+
+def _resident_lines(capacity: Capacity) -> list[str]:
+    found = capacity.distribution
+    if found is None:
+        return []
+    free = capacity.usable_blocks
+    take = f"{found.method}: a sequence takes {found.blocks_mean:,.2f} blocks on average"
+    spread = f", standard deviation {found.blocks_stddev:,.2f}" if found.blocks_stddev else ""
+    shared = f"; {found.shared_blocks:,.2f} of them are shared" if found.shared_blocks else ""
+    lines = [f"{take}{spread}{shared}"]
+    if found.method == "trace":
+        lines.append(
+            f"counted from each sequence of the trace on until {free:,} blocks are full: "
+            f"{found.concurrent_mean:,} on average, {found.concurrent_p95:,} or more in 95 % of the counts"
+        )
+        return lines
+    own = found.blocks_mean - found.shared_blocks
+    once = found.shared_blocks if found.method != "trace, extended" else 0
+    rest = f"{free:,} - {once:,.0f}" if once else f"{free:,}"
+    lines.append(f"resident at once on average = ({rest}) // {own:,.2f} = {found.concurrent_mean:,}")
+    if found.blocks_stddev:
+        lines.append(
+            f"with 95 % confidence = the most n with n x {own:,.2f} + 1.645 x sqrt(n) x "
+            f"{found.blocks_stddev:,.2f} <= {rest}: {found.concurrent_p95:,}"
+        )
     return lines

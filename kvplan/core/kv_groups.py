@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
@@ -60,10 +60,20 @@ class Page(NamedTuple):
 
 
 class PageGroup(NamedTuple):
-    """Layers that share a block table. ``padded_layers`` counts the layers that a block has room for."""
+    """Layers that share a block table. ``padded_layers`` counts the layers that a block has room for.
+
+    ``caches`` are those of the pages, equal ones once: searches ask for the blocks of many lengths.
+    """
 
     pages: tuple[Page, ...]
     padded_layers: int
+    caches: tuple[Cache, ...]
+
+    @classmethod
+    def of(cls, pages: Iterable[Page], padded_layers: int) -> PageGroup:
+        """The group of these pages."""
+        pages = tuple(pages)
+        return cls(pages, padded_layers, tuple({page.type: page.cache for page in pages}.values()))
 
     @property
     def block_size(self) -> int:
@@ -87,8 +97,8 @@ class PageGroup(NamedTuple):
 
     def blocks(self, need: Reservation, form: CacheFormat) -> int:
         """Blocks that one sequence is given at most."""
-        caches = {page.type: page.cache for page in self.pages}.values()
-        return max(cache.blocks(self.block_size, need, form) for cache in caches)
+        size = self.block_size
+        return max(cache.blocks(size, need, form) for cache in self.caches)
 
 
 #: How many bytes a block has: as many as the widest group; a slot for each page of a size that any group has; or
@@ -177,14 +187,14 @@ def form_groups(pages: Sequence[Page], form: CacheFormat, rules: GroupRules) -> 
     if not pages:
         return ()
     if _is_one_type(pages, rules):
-        return (PageGroup(tuple(pages), len(pages)),)
+        return (PageGroup.of(pages, len(pages)),)
     if any(isinstance(page.cache, LatentWindow) for page in pages):
         return _packed_groups(pages, rules) if rules.packing == "widest" else _latents_first_groups(pages)
     equal = _equal_pages(pages, rules, rules.padded_kinds)
     if equal is None and rules.falls_back:
         whole = _latents_and_windows(pages, form, rules)
         if whole is not None:
-            return (PageGroup(tuple(whole), len(whole)),)
+            return (PageGroup.of(whole, len(whole)),)
     if equal is None and not rules.refuses:
         equal = _equal_pages(pages, rules, (object,))
     if equal is None:
@@ -346,7 +356,7 @@ def _dealt_groups(pages: Sequence[Page], rules: GroupRules) -> tuple[PageGroup, 
     for members in types.values():
         count = -(-len(members) // size)
         # Every count-th layer, so that each stage of a pipeline has its part of every group.
-        groups += [PageGroup(tuple(members[i::count]), size) for i in range(count)]
+        groups += [PageGroup.of(members[i::count], size) for i in range(count)]
     return tuple(groups)
 
 
@@ -403,7 +413,7 @@ def _latents_first_groups(pages: Sequence[Page]) -> tuple[PageGroup, ...]:
     # Counted before padding, which may make pages of two sizes equal.
     counts = [latents.repeats, *(_Bucket(members).repeats for members in by_window.values())]
     repeats = _least_padding(counts, latents.repeats)
-    groups = [PageGroup(latents.pages, len(latents.pages))]
+    groups = [PageGroup.of(latents.pages, len(latents.pages))]
     for members in by_window.values():
         bucket = _Bucket([_padded_to(page, latents.by_size) for page in members])
         groups += bucket.groups(-(-bucket.repeats // repeats))
@@ -441,7 +451,7 @@ class _Bucket:
     def groups(self, count: int) -> list[PageGroup]:
         """The bucket in ``count`` parts, each with whole repeats of its pattern."""
         if count == 1:
-            return [PageGroup(self.pages, len(self.pages))]
+            return [PageGroup.of(self.pages, len(self.pages))]
         if not self.balanced:
             raise InputError(
                 "there are not as many pages of each size to share out among groups",
@@ -451,7 +461,7 @@ class _Bucket:
         pattern = list(zip(*self.by_size.values(), strict=True))
         parts = [[page for repeat in pattern[i::count] for page in repeat] for i in range(count)]
         widest = max(len(part) for part in parts)
-        return [PageGroup(tuple(part), widest) for part in parts]
+        return [PageGroup.of(part, widest) for part in parts]
 
 
 def _least_padding(counts: Sequence[int], least: int) -> int:

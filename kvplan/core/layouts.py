@@ -68,6 +68,14 @@ class Sheet:
         """The same list, at these layers of the decoder; nothing is written where there are none."""
         return self._seen_from("layers", tuple(indexes), prefix)
 
+    def where(self, keep: Callable[[int], bool]) -> Sheet:
+        """The same list and place, at those of its layers."""
+        there = self.of(self.config)
+        there._layers = tuple(i for i in self._layers if keep(i))
+        if not there._layers:
+            there._place = "layers"  # where nothing is written without layers
+        return there
+
     def place(self, place: Place, prefix: str = "model.", layers: Sequence[int] = ()) -> Sheet:
         """The same list, at an end of the model or in layers that are not the decoder's."""
         return self._seen_from(place, tuple(layers), prefix)

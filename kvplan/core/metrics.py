@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Iterable
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import accumulate
 from typing import Any
 
 from kvplan.core.engine import Turn
+from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
+from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request. Times are ticks, None until they come."""
+    """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come."""
 
     request: Request
+    number: int = 0
     measured: bool = True
     rejected_for: str | None = None
     admitted: int | None = None
@@ -183,9 +184,33 @@ class _Sums:
         self.shared_max = max(self.shared_max, other.shared_max)
 
 
+@dataclass(slots=True)
+class _Totals:
+    """Counts of requests and their tokens, kept as they come so that no request need be."""
+
+    arrived: int = 0
+    finished: int = 0
+    truncated: int = 0
+    unfinished: int = 0
+    preempted: int = 0
+    queried_tokens: int = 0
+    hit_tokens: int = 0
+    resumed_hit_tokens: int = 0
+    reject_reasons: dict[str, int] = field(default_factory=dict)
+    # Of those that finished in the window.
+    finished_inside: int = 0
+    input_inside: int = 0
+    output_inside: int = 0
+    # Measured ones: that arrived up to the last finish, after it so far, and that met every goal.
+    asked: int = 0
+    asked_since: int = 0
+    good: int = 0
+
+
 class Metrics:
     """Figures of one run. Times come in ticks; ``seconds_per_tick`` None leaves every ``_s`` unknown.
 
+    Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
     a finish is held back until the next one, since only then it is known to lie in W.
     """
@@ -198,6 +223,8 @@ class Metrics:
         prefix_caching: bool,
         seconds_per_tick: Fraction | None,
         warmup: int = 0,
+        slo: Slo | None = None,
+        on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
         self.usable_blocks = num_gpu_blocks - 1
@@ -205,6 +232,7 @@ class Metrics:
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
         self.warmup = warmup
+        self.slo = slo or Slo()
         self.records: dict[str, RequestRecord] = {}
         self.window_start: int | None = None
         self.window_end: int | None = None
@@ -214,7 +242,11 @@ class Metrics:
         self.preemption_events = 0
         self.evicted_blocks = 0
         self.peak_blocks = 0
-        self._gaps: dict[int, int] = {}
+        self._on_request = on_request
+        self._preemptions = PreemptionLog()
+        self._totals = _Totals()
+        self._gaps = Counts()
+        self._ttft, self._queue, self._e2e, self._tpot = Values("q"), Values("q"), Values("q"), Values("d")
         # Measured sequences that decode without being visited, and when those of them sampled last whose turn
         # did not come.
         self._decoding = 0
@@ -232,14 +264,24 @@ class Metrics:
         """Note an arrival; it has waited from its arrival until ``now``, when the next step is scheduled."""
         if self.window_start is None:
             self.window_start = request.arrival + self.warmup
-        record = RequestRecord(request, request.arrival >= self.window_start, rejected_for)
-        self.records[request.id] = record
+        totals = self._totals
+        record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
+        totals.arrived += 1
+        if record.measured:
+            if self.window_end is not None and request.arrival <= self.window_end:
+                totals.asked += 1
+            else:
+                totals.asked_since += 1
         if rejected_for is None:
+            self.records[request.id] = record
             since = max(request.arrival, self.window_start)
             # What lies before the last finish so far is in the window for sure.
             middle = min(max(since, self.window_end or since), now)
             self._sums.waiting += max(0, middle - since)
             self._held.waiting += max(0, now - max(since, middle))
+        else:
+            totals.reject_reasons[rejected_for] = totals.reject_reasons.get(rejected_for, 0) + 1
+            self._tell(record)
 
     def idle(self, start: int, end: int) -> None:
         """Note a gap in which nothing is live."""
@@ -263,30 +305,69 @@ class Metrics:
         self.evicted_blocks += turn.evicted
         records = self.records
         for sequence in turn.preempted:
-            records[sequence.id].preemptions += 1
-        for sequence, hit_tokens in turn.prefix_hits:
             record = records[sequence.id]
-            if record.admitted is None:
-                record.admitted = start
-                record.hit_tokens = hit_tokens
-            else:
-                record.resumed_hit_tokens += hit_tokens
+            self._totals.preempted += not record.preemptions
+            record.preemptions += 1
+        for sequence, hit_tokens in turn.prefix_hits:
+            self._note_admission(records[sequence.id], start, hit_tokens)
         last_end = end + (turn.steps - 1) * (end - start) + growth * (turn.steps * (turn.steps - 1) // 2)
+        if turn.preemptions or self._preemptions.open:
+            self._preemptions.fold(turn, self.steps - turn.steps, start, last_end)
         self._fold_decoders(turn, start, end, growth)
         self._fold_samples(turn, last_end)
-        for sequence in turn.finished:
-            record = records[sequence.id]
-            record.finished = last_end
-            record.output_tokens = sequence.num_tokens - record.request.input_tokens
         if turn.finished:
+            for sequence in turn.finished:
+                record = records.pop(sequence.id)
+                record.finished = last_end
+                record.output_tokens = sequence.num_tokens - record.request.input_tokens
+                self._note_finish(record, last_end)
             self.window_end = last_end
+            self._totals.asked += self._totals.asked_since
+            self._totals.asked_since = 0
             self._release_held()
+        self._gaps.settle()
 
     def note_live(self, live: Iterable[tuple[str, int]]) -> None:
-        """Note how many tokens, prompt included, the requests have that never finished."""
+        """End the account: note how many tokens, prompt included, the requests have that never finished."""
         for request_id, tokens in live:
-            record = self.records[request_id]
+            record = self.records.pop(request_id)
             record.output_tokens = tokens - record.request.input_tokens
+            self._totals.unfinished += 1
+            self._tell(record)
+
+    def _note_admission(self, record: RequestRecord, start: int, hit_tokens: int) -> None:
+        totals = self._totals
+        if record.admitted is not None:
+            record.resumed_hit_tokens += hit_tokens
+            totals.resumed_hit_tokens += hit_tokens * record.measured
+            return
+        record.admitted = start
+        record.hit_tokens = hit_tokens
+        if record.measured:
+            totals.queried_tokens += record.request.input_tokens
+            totals.hit_tokens += hit_tokens
+            self._queue.add(start - record.request.arrival)
+
+    def _note_finish(self, record: RequestRecord, end: int) -> None:
+        totals, request = self._totals, record.request
+        totals.finished += 1
+        totals.truncated += record.output_tokens < request.output_tokens
+        if self.window_start is not None and end >= self.window_start:
+            totals.finished_inside += 1
+            totals.input_inside += request.input_tokens
+            totals.output_inside += record.output_tokens
+        if record.measured:
+            self._e2e.add(end - request.arrival)
+            tpot = tpot_ticks(record)
+            if tpot is not None:
+                self._tpot.add(tpot)
+            if self.slo.is_stated:
+                totals.good += self._meets(record, self.slo)
+        self._tell(record)
+
+    def _tell(self, record: RequestRecord) -> None:
+        if self._on_request is not None:
+            self._on_request(record)
 
     def _hold_turn(self, turn: Turn[Any], start: int, end: int, growth: int) -> None:
         """Hold the state after each step's scheduling. O(steps)."""
@@ -335,7 +416,7 @@ class Metrics:
 
         Each sampled its last token when this turn started, but for those whose turn did not come before.
         """
-        gaps, late, records = self._gaps, self._late, self.records
+        gaps, late, records = self._gaps.loose, self._late, self.records
         for sequence in turn.stopped_decoding:
             if sequence.num_tokens < sequence.max_tokens:  # preempted, in the first and only step
                 records[sequence.id].last_token = late.pop(sequence.id, start)
@@ -364,11 +445,13 @@ class Metrics:
             self._decoding += records[sequence.id].measured
 
     def _fold_samples(self, turn: Turn[Any], end: int) -> None:
-        gaps = self._gaps
+        gaps = self._gaps.loose
         for sequence in turn.sampled:
             record = self.records[sequence.id]
             if record.last_token is None:
                 record.first_token = end
+                if record.measured:
+                    self._ttft.add(end - record.request.arrival)
             elif record.measured:
                 gap = end - record.last_token
                 gaps[gap] = gaps.get(gap, 0) + 1
@@ -405,19 +488,11 @@ class Metrics:
 
     def request_counts(self) -> RequestCounts:
         """How the requests ended."""
-        reasons: dict[str, int] = {}
-        finished = truncated = 0
-        for record in self.records.values():
-            if record.rejected_for:
-                reasons[record.rejected_for] = reasons.get(record.rejected_for, 0) + 1
-            elif record.finished is not None:
-                finished += 1
-                truncated += record.output_tokens < record.request.output_tokens
+        totals = self._totals
+        reasons = dict(sorted(totals.reject_reasons.items()))
         rejected = sum(reasons.values())
-        total = len(self.records)
-        return RequestCounts(
-            total, finished, rejected, total - finished - rejected, truncated, dict(sorted(reasons.items()))
-        )
+        unfinished = totals.arrived - totals.finished - rejected
+        return RequestCounts(totals.arrived, totals.finished, rejected, unfinished, totals.truncated, reasons)
 
     def kv_figures(self) -> KvFigures:
         """The pool over time."""
@@ -465,15 +540,14 @@ class Metrics:
 
     def prefix_cache_figures(self) -> PrefixCacheFigures:
         """Hits at first admissions of measured requests."""
-        seen = [r for r in self.records.values() if r.measured and r.admitted is not None]
-        queried = sum(r.request.input_tokens for r in seen) if self.prefix_caching else 0
-        hit = sum(r.hit_tokens for r in seen)
+        totals = self._totals
+        queried = totals.queried_tokens if self.prefix_caching else 0
         return PrefixCacheFigures(
             enabled=self.prefix_caching,
             queried_tokens=queried,
-            hit_tokens=hit,
-            hit_rate=hit / queried if queried else None,
-            resumed_hit_tokens=sum(r.resumed_hit_tokens for r in seen),
+            hit_tokens=totals.hit_tokens,
+            hit_rate=totals.hit_tokens / queried if queried else None,
+            resumed_hit_tokens=totals.resumed_hit_tokens,
             evicted_blocks=self.evicted_blocks,
             peak_shared_blocks=self._sums.shared_max,
             copied_blocks=0,  # vLLM never copies a block: only full ones are shared
@@ -483,46 +557,60 @@ class Metrics:
         """Preemptions over the whole run."""
         return PreemptionFigures(
             events=self.preemption_events,
-            requests=sum(1 for r in self.records.values() if r.preemptions),
+            requests=self._totals.preempted,
             recomputed_tokens=self.recomputed_tokens,
             swapped_out_blocks=0,  # the V1 engine preempts by recomputing only
             swapped_in_blocks=0,
         )
 
+    def preemption_causes(self) -> PreemptionCauses:
+        """Why sequences were preempted, over the whole run."""
+        return self._preemptions.causes(self.usable_blocks)
+
     def throughput(self) -> Throughput:
         """Rates of what finished in the window."""
-        finished = self._finished_in_window()
+        totals = self._totals
         return Throughput(
-            requests_per_s=self._rate(len(finished)),
-            input_tokens_per_s=self._rate(sum(r.request.input_tokens for r in finished)),
-            output_tokens_per_s=self._rate(sum(r.output_tokens for r in finished)),
+            requests_per_s=self._rate(totals.finished_inside),
+            input_tokens_per_s=self._rate(totals.input_inside),
+            output_tokens_per_s=self._rate(totals.output_inside),
         )
 
     def latency(self, model: dict[str, object]) -> LatencyFigures:
         """Latencies of measured requests, as far as each got."""
-        seen = [r for r in self.records.values() if r.measured]
+        sets = {
+            "ttft": self._ttft.summary(),
+            "tpot": self._tpot.summary(),
+            "itl": self._gaps.summary(),
+            "e2e": self._e2e.summary(),
+            "queue": self._queue.summary(),
+        }
+        method = "linear interpolation between order statistics"
+        sketched = [name for name, values in sets.items() if not values.exact]
+        if sketched:
+            method += f"; {', '.join(sketched)} from buckets, within {SKETCH_ERROR:.2%}"
+        else:
+            method += ", exact"
         return LatencyFigures(
-            percentile_method="linear interpolation between order statistics, exact",
-            ttft_s=self._distribution(map(ttft_ticks, seen)),
-            tpot_s=self._distribution(map(tpot_ticks, seen)),
-            itl_s=self._gap_distribution(),
-            e2e_s=self._distribution(map(e2e_ticks, seen)),
-            queue_s=self._distribution(map(queue_ticks, seen)),
+            percentile_method=method,
+            ttft_s=self._distribution(sets["ttft"]),
+            tpot_s=self._distribution(sets["tpot"]),
+            itl_s=self._distribution(sets["itl"]),
+            e2e_s=self._distribution(sets["e2e"]),
+            queue_s=self._distribution(sets["queue"]),
             model=model,
         )
 
-    def goodput(self, slo: Slo) -> Goodput | None:
+    def goodput(self) -> Goodput | None:
         """Requests that met every goal; None if no goal is stated, unknown figures without a clock."""
-        if not slo.is_stated:
+        if not self.slo.is_stated:
             return None
         if self.seconds_per_tick is None:
-            return Goodput(None, None, slo)
-        end = self.window_end
-        arrived = [
-            r for r in self.records.values() if r.measured and (end is None or r.request.arrival <= end)
-        ]
-        good = sum(1 for r in arrived if self._meets(r, slo))
-        return Goodput(self._rate(good), good / len(arrived) if arrived else None, slo)
+            return Goodput(None, None, self.slo)
+        totals = self._totals
+        # Without any finish the window has no end, and all that arrived count.
+        asked = totals.asked if self.window_end is not None else totals.asked_since
+        return Goodput(self._rate(totals.good), totals.good / asked if asked else None, self.slo)
 
     def _meets(self, record: RequestRecord, slo: Slo) -> bool:
         if record.finished is None:
@@ -534,14 +622,6 @@ class Metrics:
                 return False
         return True
 
-    def _finished_in_window(self) -> list[RequestRecord]:
-        start = self.window_start
-        return [
-            r
-            for r in self.records.values()
-            if r.finished is not None and start is not None and r.finished >= start
-        ]
-
     def _seconds(self, ticks: float) -> float | None:
         return None if self.seconds_per_tick is None else seconds(ticks, self.seconds_per_tick)
 
@@ -549,40 +629,14 @@ class Metrics:
         window_s = self._seconds(self.window_ticks)
         return count / window_s if window_s else None
 
-    def _distribution(self, ticks: Iterable[float | None]) -> Distribution:
-        ordered = sorted(t for t in ticks if t is not None)
-        return self._summary(ordered, range(1, len(ordered) + 1), sum(ordered))
-
-    def _gap_distribution(self) -> Distribution:
-        ordered = sorted(self._gaps)
-        ends = list(accumulate(self._gaps[gap] for gap in ordered))
-        return self._summary(ordered, ends, sum(gap * count for gap, count in self._gaps.items()))
-
-    def _summary(self, ordered: Seq[float], ends: Seq[int], total: float) -> Distribution:
-        """The distribution of sorted values of which the i-th stands at places ``ends[i-1] .. ends[i]-1``."""
-        count = ends[-1] if ends else 0
+    def _distribution(self, values: Summary) -> Distribution:
+        count = values.count
         if not count or self.seconds_per_tick is None:
             return Distribution(count)
-        p50, p90, p95, p99 = (self._seconds(percentile(ordered, ends, p)) for p in (50, 90, 95, 99))
+        p50, p90, p95, p99 = (self._seconds(values.percentile(p)) for p in (50, 90, 95, 99))
         return Distribution(
-            count, self._seconds(total / count), p50, p90, p95, p99, self._seconds(ordered[-1])
+            count, self._seconds(values.total / count), p50, p90, p95, p99, self._seconds(values.largest)
         )
-
-
-def percentile(ordered: Seq[float], ends: Seq[int], percent: int) -> float:
-    """The percentile by linear interpolation between order statistics, as NumPy's default.
-
-    ``ordered[i]`` stands at places ``ends[i-1] .. ends[i]-1`` of the sorted values. O(log n).
-
-    >>> percentile([10, 20], [1, 4], 25)  # of 10, 20, 20, 20
-    17.5
-    """
-    place, part = divmod(percent * (ends[-1] - 1), 100)
-    low = ordered[bisect_right(ends, place)]
-    if not part:
-        return low
-    high = ordered[bisect_right(ends, place + 1)]
-    return low + (high - low) * part / 100
 
 
 def ttft_ticks(record: RequestRecord) -> int | None:

@@ -172,6 +172,15 @@ def _fp8(method: str, settings: Mapping[str, object]) -> Quantization:
     return Quantization(method, scheme, scheme, _ignoring(settings))
 
 
+def _deepseek_v4_fp8(method: str, settings: Mapping[str, object]) -> Quantization:
+    """DeepSeek-V4: fp8 in blocks, and experts in MXFP4 unless ``expert_dtype`` of the config says fp8.
+
+    vLLM 0.33, models/deepseek_v4/quant_config.py.
+    """
+    experts = _FP8_BLOCK if settings.get("expert_dtype") == "fp8" else _MXFP4
+    return Quantization(method, _FP8_BLOCK, experts, _ignoring(settings))
+
+
 def _gptq(method: str, settings: Mapping[str, object]) -> Quantization:
     """GPTQ and AutoRound: groups along the inputs. A symmetric format's zero points are dropped when loaded."""
     scheme = _grouped(settings, zeros=settings.get("sym", True) is False)
@@ -328,6 +337,7 @@ _READERS: Mapping[str, Callable[[str, Mapping[str, object]], Quantization]] = {
     "awq_marlin": _awq,
     "bitsandbytes": _bits_and_bytes,
     "compressed-tensors": _compressed_tensors,
+    "deepseek_v4_fp8": _deepseek_v4_fp8,
     "experts_int8": _experts_int8,
     "fbgemm_fp8": _fp8,
     "fp8": _fp8,

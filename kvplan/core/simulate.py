@@ -45,7 +45,7 @@ class StepRecord:
     """One turn as observers see it: its place in time, who came, what the engine did.
 
     ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A turn of
-    several steps counts from ``step``.
+    several steps counts from ``step``: the first takes ``first`` ticks, each following one ``growth`` more.
     """
 
     step: int
@@ -54,6 +54,8 @@ class StepRecord:
     turn: Turn[Any] | None
     arrived: list[Request] = field(default_factory=list)
     rejected: list[Request] = field(default_factory=list)
+    first: int = 0
+    growth: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,8 @@ def run(
         end = now + turn.steps * first + growth * (turn.steps * (turn.steps - 1) // 2)
         metrics.fold(turn, now, now + first, growth)
         if observe is not None:
-            observe(StepRecord(now if step_numbered else steps, now, end, turn, arrived, rejected))
+            number = now if step_numbered else steps
+            observe(StepRecord(number, now, end, turn, arrived, rejected, first, growth))
         steps += turn.steps
         now = end
         if upcoming is None and turn.is_dead:

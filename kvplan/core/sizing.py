@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
 from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
@@ -22,6 +22,9 @@ from kvplan.core.overhead import Overhead
 from kvplan.core.weights import Ranks
 from kvplan.core.weights import Stage as WeightStage
 from kvplan.errors import InputError
+
+if TYPE_CHECKING:
+    from kvplan.core.concurrency import Residents
 
 #: A length that no sequence reaches: what windows and states come to once they are full.
 _ENDLESS = 10**12
@@ -90,6 +93,8 @@ class Rank:
     """One stage of the pipeline (all ranks of a stage are alike). ``num_blocks``: before the smallest rank decides.
 
     ``extra_bytes`` are loaded beside the weights: LoRA slots, rotary tables.
+    ``replicated_bytes_per_token`` and ``replicated_weights_bytes``: what of it other ranks of the stage hold too,
+    beyond an even share.
     """
 
     stage: int
@@ -101,17 +106,25 @@ class Rank:
     bytes_per_token: int
     bytes_per_block: int
     num_blocks: int
+    replicated_bytes_per_token: int
+    replicated_weights_bytes: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """What fits, on each GPU unless said. ``headroom`` is what stays free of the KV pool; negative: lacks."""
+    """What fits, on each GPU unless said. ``headroom`` is what stays free of the KV pool; negative: lacks.
+
+    ``unused_bytes`` is what ``gpu_memory_utilization`` leaves alone, ``taken_kv_bytes`` the blocks of the sequences
+    that are asked for.
+    """
 
     fits: bool
     fits_confidence: Literal["exact", "likely", "uncertain"]
     reason: str
     max_model_len: int
     available_kv_bytes: int
+    taken_kv_bytes: int
+    unused_bytes: int | None
     overhead_bytes: Overhead | None
     num_gpu_blocks: int
     usable_blocks: int
@@ -127,6 +140,7 @@ class Capacity:
     ranks: tuple[Rank, ...]
     limiting_rank: int
     suggestions: tuple[dict[str, object], ...]
+    distribution: Residents | None
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
 
@@ -161,7 +175,7 @@ class Plan:
         self.pool = make_pool(spec, deployment, None)
         self.stages = tuple(stages or pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size))
         self._whole_form = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
-        self._whole = make_pool(spec, deployment, self._whole_form)
+        self._make_pool = make_pool
 
     @property
     def layers(self) -> tuple[LayerCache, ...]:
@@ -171,7 +185,8 @@ class Plan:
     def kv_sizes(self, limiting: Stage) -> KvSizes:
         """The ``kv`` block, with the rank of that stage."""
         deployment = self.deployment
-        whole = self._kv_bytes(self._whole, self._whole_form, None)
+        pool = self._make_pool(self.spec, deployment, self._whole_form)
+        whole = self._kv_bytes(pool, self._whole_form, None)
         ranks = deployment.tensor_parallel_size
         cluster = sum(self._growth(self.deployment.cache, stage) for stage in self.stages) * ranks
         return KvSizes(
@@ -185,6 +200,11 @@ class Plan:
     def bytes_per_token(self, stage: Stage) -> int:
         """Growth of a stage's caches per token, once windows are full; rounded up."""
         return math.ceil(self._growth(self.deployment.cache, stage))
+
+    def replicated_bytes_per_token(self, stage: Stage) -> int:
+        """Of `bytes_per_token`, what is beyond an even share of the stage; rounded up."""
+        share = self._growth(self._whole_form, stage) / self.deployment.tensor_parallel_size
+        return math.ceil(self._growth(self.deployment.cache, stage) - share)
 
     def _kv_bytes(self, pool: Pool, form: CacheFormat, stage: Stage | None) -> KvBytes:
         seq = self.deployment.seq
@@ -215,14 +235,12 @@ class Plan:
 
     def _growth(self, form: CacheFormat, stage: Stage | None) -> Fraction:
         span = _GROWTH_SPAN * form.decode_context_parallel_size
-        return sum(
-            (
-                Fraction(item.cache.payload_bytes(span, form), span)
-                for item in self.layers
-                if isinstance(item.cache, WHOLE) and (stage is None or stage.holds(item.layer))
-            ),
-            Fraction(0),
+        grown = sum(
+            item.cache.payload_bytes(span, form)
+            for item in self.layers
+            if isinstance(item.cache, WHOLE) and (stage is None or stage.holds(item.layer))
         )
+        return Fraction(grown, span)
 
 
 def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int | None:
@@ -243,6 +261,19 @@ def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int 
     if held is None:
         return None
     return held + (deployment.draft_weights_bytes if stage.is_last else 0)
+
+
+def _replicated_weights(plan: Plan, stage: Stage, held: int | None) -> int | None:
+    """Of a rank's weights, what is beyond an even share of the stage."""
+    deployment = plan.deployment
+    alone = deployment._replace(
+        cache=deployment.cache._replace(tensor_parallel_size=1),
+        data_parallel_size=1,
+        enable_expert_parallel=False,
+    )
+    ranks = deployment.tensor_parallel_size * deployment.data_parallel_size
+    whole = held if ranks == 1 else stage_weights(plan.spec, alone, stage)
+    return None if held is None or whole is None else max(0, held - -(-whole // ranks))
 
 
 def weight_sizes(spec: ModelSpec, deployment: Deployment, stages: Sequence[Stage]) -> WeightSizes:
@@ -299,8 +330,6 @@ class Budget(NamedTuple):
     gpu: GpuBudget | None
     #: Of each stage; empty where KV memory or blocks are given.
     overheads: tuple[Overhead, ...]
-    #: Whether the ranges of the overheads were held against enough logs to trust a yes that both ends share.
-    is_measured: bool = True
 
 
 def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
@@ -313,12 +342,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     deployment, pool = plan.deployment, plan.pool
     weights = [stage_weights(plan.spec, deployment, stage) for stage in plan.stages]
     by_margin = {margin: _stage_blocks(plan, budget, weights, margin) for margin in MARGINS}
-    verdicts = {margin: _verdict(plan, blocks) for margin, blocks in by_margin.items()}
-    if not budget.overheads and budget.gpu is not None:
-        verdicts = {
-            margin: _within_memory(plan, budget.gpu, weights, by_margin[margin], verdict)
-            for margin, verdict in verdicts.items()
-        }
+    verdicts = {margin: _verdict(plan, budget, weights, blocks) for margin, blocks in by_margin.items()}
     chosen, blocks = verdicts[deployment.margin], by_margin[deployment.margin]
     num_blocks = max(0, min(item.num_blocks for item in blocks))
     limiting = min(range(len(blocks)), key=lambda i: blocks[i].num_blocks)
@@ -337,11 +361,13 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         if not budget.overheads
         else "likely"
         if len({verdict.fits for verdict in verdicts.values()}) == 1
-        and (budget.is_measured or not chosen.fits)
+        and not (chosen.fits and budget.overheads[limiting].is_guess)
         else "uncertain",
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
         available_kv_bytes=available,
+        taken_kv_bytes=deployment.concurrency * pool.allocated_bytes(deployment.seq, plan.stages[limiting]),
+        unused_bytes=blocks[limiting].unused_bytes,
         overhead_bytes=budget.overheads[limiting] if budget.overheads else None,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,
@@ -365,11 +391,14 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
                 bytes_per_token=plan.bytes_per_token(stage),
                 bytes_per_block=pool.bytes_per_block(stage),
                 num_blocks=max(0, blocks[i].num_blocks),
+                replicated_bytes_per_token=plan.replicated_bytes_per_token(stage),
+                replicated_weights_bytes=_replicated_weights(plan, stage, weights[i]),
             )
             for i, stage in enumerate(plan.stages)
         ),
         limiting_rank=limiting,
         suggestions=(),
+        distribution=None,
         exact=_EXACT if budget.overheads else (*_EXACT, *_ESTIMATED[1:]),
         estimated=_ESTIMATED if budget.overheads else (),
     )
@@ -379,11 +408,20 @@ _EXACT = ("kv", "weights")
 _ESTIMATED = ("overhead_bytes", "available_kv_bytes", "num_gpu_blocks", "kv_cache_tokens", "max_concurrency")
 
 
+def fits(plan: Plan, budget: Budget) -> bool:
+    """``fits`` of `plan_capacity` alone, at a small part of its cost."""
+    weights = [stage_weights(plan.spec, plan.deployment, stage) for stage in plan.stages]
+    stages = _stage_blocks(plan, budget, weights, plan.deployment.margin)
+    return _verdict(plan, budget, weights, stages).fits
+
+
 class _StageBlocks(NamedTuple):
     available_kv_bytes: int
     num_blocks: int
     pool_bytes: int
-    sequences: int | None
+    sequences: int | None = None
+    #: What the engine leaves to others of a budget.
+    unused_bytes: int | None = None
 
 
 class _Verdict(NamedTuple):
@@ -400,8 +438,9 @@ def _stage_blocks(
         block = plan.pool.bytes_per_block(stage)
         if deployment.num_gpu_blocks_override is not None:
             blocks = deployment.num_gpu_blocks_override
-            found.append(_StageBlocks(blocks * block, blocks, blocks * block, None))
+            found.append(_StageBlocks(blocks * block, blocks, blocks * block))
             continue
+        unused = None
         if deployment.kv_cache_memory_bytes is not None:
             available = deployment.kv_cache_memory_bytes
         else:
@@ -415,8 +454,9 @@ def _stage_blocks(
                 )
             used = held + stage_extras(plan.spec, deployment, stage) + budget.overheads[i].total(margin)
             available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
+            unused = budget.gpu.memory_bytes - used - available
         share = plan.pool.share(available, stage)
-        found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences))
+        found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences, unused))
     return found
 
 
@@ -432,32 +472,32 @@ def _at_once(usable: int, per_sequence: int, places: int | None) -> int:
     return usable // per_sequence if places is None else min(usable // per_sequence, places)
 
 
-def _within_memory(
-    plan: Plan,
-    gpu: GpuBudget,
-    weights: Sequence[int | None],
-    blocks: Sequence[_StageBlocks],
-    verdict: _Verdict,
+def _verdict(
+    plan: Plan, budget: Budget, weights: Sequence[int | None], stages: Sequence[_StageBlocks]
 ) -> _Verdict:
-    """A given pool bypasses the budget, but not the memory of the GPU."""
-    num_blocks = min(item.num_blocks for item in blocks)
-    for stage, held, item in zip(plan.stages, weights, blocks, strict=True):
-        # The smallest rank decides how many blocks all have; what is beside the blocks stays.
-        spared = (item.num_blocks - num_blocks) * plan.pool.bytes_per_block(stage)
-        needed = (held or 0) + item.pool_bytes - spared
-        if needed > gpu.memory_bytes:
-            return _Verdict(
-                False, f"weights and KV need {needed:,} bytes on each GPU, which has {gpu.memory_bytes:,}"
-            )
-    return verdict
-
-
-def _verdict(plan: Plan, stages: Sequence[_StageBlocks]) -> _Verdict:
+    """Whether the engine starts and the sequences are resident at once, and what decides it."""
     deployment, pool = plan.deployment, plan.pool
     num_blocks = min(item.num_blocks for item in stages)
+    if not budget.overheads and budget.gpu is not None:
+        # A given pool bypasses the budget, but not the memory of the GPU.
+        for stage, held, item in zip(plan.stages, weights, stages, strict=True):
+            # The smallest rank decides how many blocks all have; what is beside the blocks stays.
+            spared = (item.num_blocks - num_blocks) * pool.bytes_per_block(stage)
+            bytes_needed = (held or 0) + item.pool_bytes - spared
+            if bytes_needed > budget.gpu.memory_bytes:
+                return _Verdict(
+                    False,
+                    f"weights and KV need {bytes_needed:,} bytes on each GPU, which has "
+                    f"{budget.gpu.memory_bytes:,}",
+                )
     usable = num_blocks - pool.null_blocks
     longest = pool.blocks(deployment.max_model_len)
     needed = deployment.concurrency * pool.blocks(deployment.seq)
+    asked = (
+        f"1 sequence of {deployment.seq:,} tokens needs"
+        if deployment.concurrency == 1
+        else f"{deployment.concurrency:,} sequences of {deployment.seq:,} tokens need"
+    )
     if usable < 1:
         beside = " beside the null block" if pool.null_blocks else ""
         return _Verdict(False, f"there is no room for a block of KV{beside}")
@@ -481,16 +521,8 @@ def _verdict(plan: Plan, stages: Sequence[_StageBlocks]) -> _Verdict:
             f"{places:,}",
         )
     if needed > usable:
-        return _Verdict(
-            False,
-            f"{deployment.concurrency:,} sequences of {deployment.seq:,} tokens need {needed:,} blocks, "
-            f"{usable:,} are usable",
-        )
-    return _Verdict(
-        True,
-        f"{deployment.concurrency:,} sequences of {deployment.seq:,} tokens need {needed:,} of "
-        f"{usable:,} usable blocks",
-    )
+        return _Verdict(False, f"{asked} {needed:,} blocks, {usable:,} are usable")
+    return _Verdict(True, f"{asked} {needed:,} of {usable:,} usable blocks")
 
 
 def _longest_that_fits(plan: Plan, num_blocks: int) -> int:

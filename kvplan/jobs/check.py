@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import difflib
 import operator
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from decimal import Decimal
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.jobs.simulate import Simulation
@@ -18,6 +19,9 @@ from kvplan.jobs.size import size_with
 from kvplan.options import ServingOptions, SimulateOptions, SizeOptions, parse_engine
 from kvplan.safe_yaml import Node, Place, read_yaml
 from kvplan.units import parse_size
+
+if TYPE_CHECKING:
+    from kvplan.vllm_command import VllmCommand
 
 SHORT_NAMES = {
     "fits": "capacity.fits",
@@ -54,14 +58,17 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
 }
 _EXPECTATION = re.compile(r"\s*(==|!=|<=|>=|<|>)?\s*(.+?)\s*\Z")
 _OWN_KEYS = frozenset(
-    {"name", "expect", "model", "trace", "vllm_command", "ignore_flags", "allow_uncalibrated"}
+    {"name", "expect", "model", "trace", "vllm_command", "from", "ignore_flags", "allow_uncalibrated"}
 )
-_LATER_KEYS = frozenset({"from", "calibration"})
+_LATER_KEYS = frozenset({"calibration"})
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """One expectation and what the figure is. ``line`` and ``column`` are its place in the file, from 1."""
+    """One expectation and what the figure is. ``line`` and ``column`` are its place in the file, from 1.
+
+    ``deployment`` is the place of the vLLM command that the check is about, if it is read from a file.
+    """
 
     figure: str
     expected: str
@@ -70,6 +77,7 @@ class Verdict:
     line: int
     column: int
     reason: str | None = None
+    deployment: Place | None = None
 
     @property
     def actual_text(self) -> str:
@@ -132,6 +140,7 @@ class CheckReport:
                             "line": v.line,
                             "column": v.column,
                             "reason": v.reason,
+                            "deployment": v.deployment and v.deployment._asdict(),
                         }
                         for v in check.verdicts
                     ],
@@ -219,6 +228,8 @@ class PlannedCheck:
     options: SizeOptions | SimulateOptions
     origins: Mapping[str, str]
     expectations: tuple[_Expectation, ...]
+    command: VllmCommand | None = None
+    deployment_file: str | None = None
 
     def run(self) -> CheckResult:
         """Compute the figures and judge them.
@@ -242,7 +253,9 @@ class PlannedCheck:
             if result.simulation["status"] == "stuck":
                 raise DoesNotFit(f"the run got stuck: {result.simulation['reason']}")
             return result.to_dict()
-        return size_with(self.subject, self.options, self.origins).to_dict()
+        return size_with(
+            self.subject, self.options, self.origins, seq_sets_length=self.command is None
+        ).to_dict()
 
     def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
         value = _find(document, expectation)
@@ -259,7 +272,12 @@ class PlannedCheck:
             value is not None and expectation.holds(value),
             expectation.place.line,
             expectation.place.column,
+            deployment=self._deployment,
         )
+
+    @property
+    def _deployment(self) -> Place | None:
+        return self.command.place if self.command is not None else None
 
     def _judge_refusal(self, expectation: _Expectation, reason: str) -> Verdict:
         return Verdict(
@@ -270,13 +288,15 @@ class PlannedCheck:
             expectation.place.line,
             expectation.place.column,
             reason,
+            self._deployment,
         )
 
 
 def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, path: Path) -> PlannedCheck:
     given = entry.mapping(f"check {number}")
     name = str(given["name"].value()) if "name" in given else f"check {number}"
-    kind: type[SizeOptions | SimulateOptions] = SimulateOptions if "trace" in given else SizeOptions
+    simulates = "trace" in given and not _expects_distribution(given)
+    kind: type[SizeOptions | SimulateOptions] = SimulateOptions if simulates else SizeOptions
     known = _option_names(kind) | _OWN_KEYS
     for key, node in given.items():
         if key in _LATER_KEYS:
@@ -287,15 +307,24 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
             raise _unknown_key(key, known, node)
     options = kind(engine=engine)
     origins = {"engine": "check file"}
-    subject = _subject(given, defaults, options, origins, entry, path)
+    command = _command(given, path)
+    subject = _subject(given, defaults, command, entry, path)
+    if isinstance(options, SimulateOptions):
+        options.model, subject = subject, _beside(path, str(given["trace"].value()))
     own = {key: node for key, node in given.items() if key not in _OWN_KEYS}
     _fill(options, own, origins, "check file")
+    if command is not None:
+        with _at(given["from" if "from" in given else "vllm_command"].place):
+            command.fill(options, origins)
     _fill(
         options,
         {k: n for k, n in defaults.items() if k not in origins and k not in _OWN_KEYS},
         origins,
         "check file, defaults",
     )
+    if isinstance(options, SizeOptions) and "trace" in given:
+        options.trace = _beside(path, str(given["trace"].value()))
+        origins["trace"] = "check file"
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
         origins["margin"] = "default of a check"
@@ -312,50 +341,92 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         raise InputError(
             f'check "{name}" expects nothing', where=str(given["expect"].place), hint="name a figure"
         )
-    return PlannedCheck(name, entry.place, subject, options, origins, expectations)
+    return PlannedCheck(
+        name,
+        entry.place,
+        subject or "",
+        options,
+        origins,
+        expectations,
+        command,
+        _deployment_file(given, path),
+    )
+
+
+def _command(given: Mapping[str, Node], path: Path) -> VllmCommand | None:
+    """The vLLM command that a check names, as text or in a file."""
+    if "vllm_command" in given and "from" in given:
+        raise InputError(
+            "vllm_command and from both give a command",
+            where=str(given["from"].key_place),
+            hint="keep one of them",
+        )
+    ignored = (
+        [str(n.value()) for n in given["ignore_flags"].sequence("ignore_flags")]
+        if "ignore_flags" in given
+        else []
+    )
+    if "vllm_command" in given:
+        from kvplan.vllm_command import read_command
+
+        node = given["vllm_command"]
+        with _at(node.place):
+            return read_command(str(node.value()), ignored_flags=ignored)
+    file = _deployment_file(given, path)
+    if file is None:
+        return None
+    from kvplan.deployments import read_deployment
+
+    node = given["from"]
+    fragment = str(node.value()).partition("#")[2]
+    with _at(node.place):
+        if file == "-":
+            raise InputError("a check reads no standard input", hint="write from: FILE")
+        return read_deployment(f"{file}#{fragment}" if fragment else file, ignored_flags=ignored)
+
+
+def _deployment_file(given: Mapping[str, Node], path: Path) -> str | None:
+    """The file that ``from`` names, as seen from the working folder."""
+    if "from" not in given:
+        return None
+    name = str(given["from"].value()).partition("#")[0]
+    return name if name == "-" else os.path.normpath(path.parent / name)
+
+
+def _expects_distribution(given: Mapping[str, Node]) -> bool:
+    """Whether a check of a trace asks how many of its sequences are resident: that is sized, not simulated."""
+    expected = given["expect"].mapping("expect") if "expect" in given else {}
+    return any(figure.startswith("capacity.distribution.") for figure in expected)
 
 
 def _subject(
     given: Mapping[str, Node],
     defaults: Mapping[str, Node],
-    options: SizeOptions | SimulateOptions,
-    origins: dict[str, str],
+    command: VllmCommand | None,
     entry: Node,
     path: Path,
-) -> str:
-    """What the check is about: a model to size, or a trace; a command fills in options on the way."""
-    model: str | None = None
-    if "vllm_command" in given:
-        from kvplan.vllm_command import read_command
-
-        node = given["vllm_command"]
-        ignored = (
-            [str(n.value()) for n in given["ignore_flags"].sequence("ignore_flags")]
-            if "ignore_flags" in given
-            else []
-        )
-        with _at(node.place):
-            command = read_command(str(node.value()), ignored_flags=ignored)
-            command.fill(options, origins)
-        model = command.model
+) -> str | None:
+    """The model that a check is about; None for a simulation that names none."""
     if "model" in given:
-        if model is not None:
+        if "vllm_command" in given:
             raise InputError(
                 "model and vllm_command both name a model",
                 where=str(given["model"].place),
                 hint="keep one of them",
             )
-        model = _beside(path, str(given["model"].value()))
-    elif model is None and "model" in defaults:
-        model = _beside(path, str(defaults["model"].value()))
-    if isinstance(options, SimulateOptions):
-        options.model = model
-        return _beside(path, str(given["trace"].value()))
-    if model is None:
+        return _beside(path, str(given["model"].value()))
+    if command is not None:
+        if "model" in command.unread:
+            with _at(given["from"].place):
+                raise command.unread["model"]
+        return command.model
+    if "model" in defaults:
+        return _beside(path, str(defaults["model"].value()))
+    if "trace" not in given:
         raise InputError(
-            "no model is named", where=str(entry.place), hint="write model: NAME or vllm_command:"
+            "no model is named", where=str(entry.place), hint="write model: NAME, vllm_command: or from:"
         )
-    return model
+    return None
 
 
 def _beside(check_file: Path, name: str) -> str:

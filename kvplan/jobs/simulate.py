@@ -18,10 +18,11 @@ from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
-from kvplan.core.request import PICOSECONDS
+from kvplan.core.preemptions import PreemptionCauses
+from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
-from kvplan.errors import DoesNotFit, InputError
+from kvplan.errors import DoesNotFit, InputError, KvplanError
 from kvplan.options import (
     Engine,
     Resolver,
@@ -33,7 +34,7 @@ from kvplan.options import (
     settings_dict,
 )
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
-from kvplan.trace import Trace, read_trace
+from kvplan.trace import TraceStream, open_trace
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
@@ -61,7 +62,8 @@ class Profile:
 class SimulateResult:
     """What a trace did to the KV cache and the scheduler.
 
-    ``records`` has each request's own times in ticks of ``seconds_per_tick`` seconds (None: steps).
+    ``records`` has each request's own times in ticks of ``seconds_per_tick`` seconds (None: steps), in order of
+    arrival; empty unless they were asked for.
     """
 
     config: Settings
@@ -76,12 +78,13 @@ class SimulateResult:
     batch: figures.BatchFigures
     prefix_cache: figures.PrefixCacheFigures
     preemptions: figures.PreemptionFigures
+    causes: PreemptionCauses
     latency: figures.LatencyFigures
     goodput: figures.Goodput | None
     warnings: tuple[str, ...]
     profile: Profile
     seconds_per_tick: Fraction | None
-    records: tuple[figures.RequestRecord, ...] = field(repr=False)
+    records: tuple[figures.RequestRecord, ...] = field(default=(), repr=False)
 
     def to_dict(self, *, profile: bool = False) -> dict[str, object]:
         """The JSON document without its version keys; what this machine took only with ``profile``."""
@@ -97,7 +100,7 @@ class SimulateResult:
             "kv": asdict(self.kv),
             "batch": asdict(self.batch),
             "prefix_cache": asdict(self.prefix_cache),
-            "preemptions": asdict(self.preemptions),
+            "preemptions": {**asdict(self.preemptions), **self._causes()},
             "latency": asdict(self.latency),
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
@@ -105,6 +108,35 @@ class SimulateResult:
         if profile:
             document["profile"] = asdict(self.profile)
         return document
+
+    def _causes(self) -> dict[str, object]:
+        """Why sequences were preempted, with times in seconds."""
+        causes = self.causes
+        return {
+            "by_decodes": causes.by_decodes,
+            "by_prompts": causes.by_prompts,
+            "of_themselves": causes.of_themselves,
+            "lost_tokens": causes.lost_tokens,
+            "found_tokens": causes.found_tokens,
+            "lost_s": self.seconds(causes.lost_ticks),
+            "mean_running": causes.mean_running,
+            "cause": causes.sentence,
+            "worst": [
+                {
+                    "step": case.step,
+                    "time_s": self.seconds(case.tick),
+                    **case.preemption._asdict(),
+                    "running": case.running,
+                    "found_tokens": case.found_tokens,
+                    "lost_s": None if case.lost_ticks is None else self.seconds(case.lost_ticks),
+                }
+                for case in causes.worst
+            ],
+        }
+
+    def seconds(self, ticks: int) -> float | None:
+        """Ticks of the run's clock in seconds; None where arrivals are step-numbered without a step time."""
+        return None if self.seconds_per_tick is None else seconds(ticks, self.seconds_per_tick)
 
 
 def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
@@ -116,31 +148,47 @@ def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult
     >>> simulate("chat").requests.unfinished
     0
     """
-    return Simulation(os.fspath(trace), SimulateOptions.of(options)).run()
+    records: list[figures.RequestRecord] = []
+    result = Simulation(os.fspath(trace), SimulateOptions.of(options)).run(on_request=records.append)
+    return replace(result, records=tuple(sorted(records, key=lambda record: record.number)))
 
 
 class Simulation:
-    """A run that is read and resolved: everything that can be wrong is found before it starts.
+    """A run that is resolved: what can be wrong with its settings is found before it starts. It runs once.
+
+    The trace is read while it is replayed; what is wrong with its lines is found then.
 
     ``origins`` names the origin of options that no flag gave. Raises `InputError` and `DoesNotFit`.
     """
 
     def __init__(
-        self, source: str, options: SimulateOptions, origins: Mapping[str, str] | None = None
+        self,
+        source: str,
+        options: SimulateOptions,
+        origins: Mapping[str, str] | None = None,
+        *,
+        num_gpu_blocks: int | None = None,
     ) -> None:
+        """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
         check_options(options)
         self.options = options
-        self.trace = read_trace(
+        self.trace = open_trace(
             source,
             format=options.format,
             limit=options.limit,
             rate_scale=_exact(options.rate_scale) if options.rate_scale else Fraction(1),
             skip_bad_lines=options.skip_bad_lines,
         )
-        self._plan = _plan(self.trace, options, origins)
-        if self.trace.scenario is None:
-            self._plan.config.check()
-        self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
+        try:
+            self._plan = _plan(self.trace, options, origins)
+            if num_gpu_blocks is not None:
+                self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
+            if self.trace.scenario is None:
+                self._plan.config.check()
+            self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
+        except KvplanError:
+            self.trace.close()
+            raise
 
     @property
     def seconds_per_tick(self) -> Fraction | None:
@@ -156,13 +204,15 @@ class Simulation:
         self,
         observers: Sequence[Observer] = (),
         *,
-        progress: Observer | None = None,
+        turns: Sequence[Observer] = (),
+        on_request: Callable[[figures.RequestRecord], None] | None = None,
         path: EnginePath | None = None,
     ) -> SimulateResult:
         """Replay the trace. An interrupt ends it with what ran so far.
 
-        ``observers`` see every step, for which the plain engine serves; ``progress`` sees turns as they come.
-        ``path`` is ``fast`` or ``plain``; both decide the same.
+        ``observers`` see every step with all who decode, for which the plain engine serves; ``turns`` see turns as
+        they come, and ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``;
+        both decide the same.
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers else "fast")
@@ -173,31 +223,32 @@ class Simulation:
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
             warmup=self._warmup,
+            slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
+            on_request=on_request,
         )
         wall, cpu = time.perf_counter(), time.process_time()
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace.requests,
+                trace,
                 engine,
                 plan.price,
                 metrics,
                 decode_price=plan.decode_price,
                 step_numbered=trace.step_numbered,
-                observe=_together([*observers, progress] if progress else observers),
+                observe=_together([*observers, *turns]),
             )
             status, reason = outcome.status, outcome.reason
         except KeyboardInterrupt:
             reason = "figures are of the part that ran"
         metrics.note_live(engine.live())
-        profile = _profile(wall, cpu, len(metrics.records))
-        return _result(trace, plan, self.options, metrics, profile, path, status, reason)
+        profile = _profile(wall, cpu, metrics.request_counts().total)
+        return _result(trace, plan, metrics, profile, path, status, reason)
 
 
 def _result(
-    trace: Trace,
+    trace: TraceStream,
     plan: _Plan,
-    options: SimulateOptions,
     metrics: figures.Metrics,
     profile: Profile,
     path: EnginePath,
@@ -227,16 +278,18 @@ def _result(
         batch=metrics.batch_figures(),
         prefix_cache=metrics.prefix_cache_figures(),
         preemptions=metrics.preemption_figures(),
+        causes=metrics.preemption_causes(),
         latency=metrics.latency(plan.latency_model),
-        goodput=metrics.goodput(figures.Slo(options.slo_ttft, options.slo_tpot, options.slo_e2e)),
+        goodput=metrics.goodput(),
         warnings=(*plan.warnings, *_request_warnings(counts, trace, plan.config)),
         profile=profile,
         seconds_per_tick=plan.seconds_per_tick,
-        records=tuple(metrics.records.values()),
     )
 
 
-def _request_warnings(counts: figures.RequestCounts, trace: Trace, config: SchedulerConfig) -> list[str]:
+def _request_warnings(
+    counts: figures.RequestCounts, trace: TraceStream, config: SchedulerConfig
+) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
@@ -269,7 +322,7 @@ class _Plan:
     engine: Engine
 
 
-def _plan(trace: Trace, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
+def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     sources = dict(origins or {})
     scenario = trace.scenario
@@ -504,7 +557,7 @@ _Clock = tuple[
 ]
 
 
-def _clock(trace: Trace, resolver: Resolver[SimulateOptions], machine: _Machine | None) -> _Clock:
+def _clock(trace: TraceStream, resolver: Resolver[SimulateOptions], machine: _Machine | None) -> _Clock:
     """Prices in ticks, seconds of a tick, and the name of the model behind them."""
     options = resolver.options
     step_time = options.step_time

@@ -310,17 +310,12 @@ def test_a_name_is_no_path_where_no_such_file_is(cli: Cli, check: Check, tmp_pat
         (
             f"{HEAD}checks:\n  - ¦{{gpu: l4, expect: {{fits: true}}}}",
             "no model is named ({})",
-            "write model: NAME or vllm_command:",
+            "write model: NAME, vllm_command: or from:",
         ),
         (
             f"{HEAD}checks:\n  - {{model: ¦a, vllm_command: vllm serve b, expect: {{fits: true}}}}",
             "model and vllm_command both name a model ({})",
             "keep one of them",
-        ),
-        (
-            f"{HEAD}checks:\n  - {{model: llama-2-13b, from: ¦a.yaml, expect: {{fits: true}}}}",
-            'not yet supported: from ({}, check "check 1")',
-            "leave it out",
         ),
         (
             f"{HEAD}checks:\n  - ¦{{model: llama-2-13bb, gpu: l4, expect: {{fits: true}}}}",
@@ -475,6 +470,7 @@ def test_json_has_every_verdict_with_its_place(check: Check) -> None:
         "line": 16,
         "column": 7,
         "reason": None,
+        "deployment": None,
     }
     assert check(TWO, "--output-format json").out == outcome.out
 

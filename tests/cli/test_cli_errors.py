@@ -54,6 +54,20 @@ FILES: dict[str, str | bytes] = {
     "heads.yaml": f"m: {{architectures: [LlamaForCausalLM], num_attention_heads: 3, {MODEL}}}\n",
     "several.yaml": "a: {}\nb: {}\n",
     "tab.yaml": "a:\n\t- b\n",
+    "compose.yaml": (
+        "services:\n"
+        "  chat:\n"
+        "    image: vllm/vllm-openai\n"
+        "    command: --model llama-2-13b --cpu-offload-gb 4\n"
+        "  code: {image: vllm/vllm-openai, command: --model llama-2-7b}\n"
+        "  proxy: {image: nginx}\n"
+    ),
+    "serve.sh": "vllm serve $MODEL \\\n  --max-model-len 4096 $EXTRA\n",
+    "config-list.yaml": "model: [a]\nblock-size: many\n",
+    "from.yaml": CHECKS + "checks: [{gpu: l4, from: compose.yaml#chat, expect: {fits: true}}]\n",
+    "from-stdin.yaml": CHECKS + "checks: [{gpu: l4, from: '-', expect: {fits: true}}]\n",
+    "from-both.yaml": CHECKS
+    + "checks: [{from: serve.sh, vllm_command: vllm serve a, expect: {fits: true}}]\n",
     "list.json": "[]",
     "config/config.json": '{"architectures": ["LlamaForCausalLM"], "hidden_size": 64,',
 }

@@ -32,7 +32,7 @@ checks:
         ("size llama-2-13b --gpu l4", 1),
         ("size llama-2-13b llama-3.1-8b --gpu l4", 1),
         ("size llama-2-13b --gpu l4,a100-80gb", 0),
-        ("size llama-2-13b --gpu l4,t4", 1),
+        ("size llama-2-13b --gpu 1xl4,1xt4", 1),
         ("size llama-2-13b --gpu l4 --max-model-len auto", 1),
         ("size llama-2-13b --num-gpu-blocks-override 257", 0),
         ("size llama-2-13b --num-gpu-blocks-override 256", 1),

@@ -52,6 +52,40 @@ def values(flags: str) -> dict[str, object]:
         ("--scheduling-policy priority", {"scheduling_policy": "priority"}),
         ("--long-prefill-token-threshold 512", {"long_prefill_token_threshold": 512}),
         ("--block-size 16 --block-size 32", {"block_size": 32}),
+        ("--device-memory-utilization 0.8", {"gpu_memory_utilization": 0.8}),
+        ("-pp 2 -dp=4 -dcp 2 -ep", {"pipeline_parallel_size": 2, "data_parallel_size": 4,
+                                    "decode_context_parallel_size": 2, "enable_expert_parallel": True}),
+        ("-q awq", {"quantization": "awq"}),
+        ("--mamba-cache-dtype float32 --mamba-ssm-cache-dtype float32",
+         {"mamba_cache_dtype": "float32", "mamba_ssm_cache_dtype": "float32"}),
+        ("--disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": True}),
+        ("--no-disable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": False}),
+        ("--enable-hybrid-kv-cache-manager", {"disable_hybrid_kv_cache_manager": False}),
+        ("--disable-prefix-caching", {"enable_prefix_caching": False}),
+        ("--no-async-scheduling", {"async_scheduling": False}),
+        ("--enable-lora --max-loras 4 --max-lora-rank 64",
+         {"enable_lora": True, "max_loras": 4, "max_lora_rank": 64}),
+        ("""--speculative-config '{"method": "mtp", "num_speculative_tokens": 2, "prompt_lookup_max": 4}'""",
+         {"speculative_method": "mtp", "num_speculative_tokens": 2}),
+        ("""-sc='{"model": "a/b", "num_speculative_tokens": 3}'""",
+         {"speculative_model": "a/b", "num_speculative_tokens": 3}),
+        ("--speculative-config.method ngram --speculative_config.num_speculative_tokens=4",
+         {"speculative_method": "ngram", "num_speculative_tokens": 4}),
+        ("--spec-method eagle3 --spec-model a/b --spec-tokens 3",
+         {"speculative_method": "eagle3", "speculative_model": "a/b", "num_speculative_tokens": 3}),
+        ("""--compilation-config '{"cudagraph_mode": "NONE", "custom_ops": ["none"]}'""", {"enforce_eager": True}),
+        ("-cc.cudagraph_mode=none", {"enforce_eager": True}),
+        ("-O0", {"enforce_eager": True}),
+        ("-O3", {}),
+        ("-O 2", {}),
+        ("--optimization-level=0", {"enforce_eager": True}),
+        ("-O '{\"level\": 3}'", {}),
+        ("--rope-scaling '{\"rope_type\": \"yarn\"}'", {"set": ('rope_scaling={"rope_type": "yarn"}',)}),
+        ("--hf-overrides.sliding_window 1k --hf-overrides.text_config '{\"num_hidden_layers\": 4}'",
+         {"set": ("sliding_window=1000", "num_hidden_layers=4")}),
+        ("--max-model-len AUTO", {"max_model_len": "auto"}),
+        ("--quantization None", {"quantization": None}),
+        ("-- --block-size 8", {"block_size": 8}),
     ],
 )  # fmt: skip
 def test_a_flag_becomes_an_option(flags: str, expected: dict[str, object]) -> None:
@@ -73,6 +107,19 @@ def test_a_flag_becomes_an_option(flags: str, expected: dict[str, object]) -> No
         "A='b c' vllm serve llama-2-13b -tp 2",
         "python -m vllm.entrypoints.openai.api_server --model llama-2-13b -tp 2",
         "python3 -m vllm.entrypoints.openai.api_server --model=llama-2-13b --tensor-parallel-size 2",
+        "python vllm/entrypoints/openai/api_server.py --model llama-2-13b -tp 2",
+        "exec vllm serve llama-2-13b -tp 2",
+        "sudo -E env A=b /opt/bin/vllm serve llama-2-13b -tp 2",
+        "nohup numactl --membind 0 timeout -k 5 1h vllm serve llama-2-13b -tp 2 > log 2>&1 &",
+        "uv run --with vllm vllm serve llama-2-13b -tp 2",
+        "uvx --from vllm vllm serve llama-2-13b -tp 2",
+        "srun --gres gpu:2 bash -lc 'vllm serve llama-2-13b -tp 2'",
+        "bash -euo pipefail -c 'cd /srv && exec vllm serve llama-2-13b -tp 2 | tee log'",
+        "docker run --rm -it --gpus all -p8000:8000 -v a:b -e HF_TOKEN --ipc=host vllm/vllm-openai:v0.33.0 "
+        "--model llama-2-13b -tp 2",
+        "docker run registry:5000/team/vllm@sha256:0 --model=llama-2-13b -tp 2",
+        "podman run --entrypoint vllm quay.io/x/server serve llama-2-13b -tp 2",
+        "docker run --entrypoint='' my/image bash -c 'vllm serve llama-2-13b -tp 2'",
     ],
 )
 def test_a_command_can_be_written_in_many_ways(text: str) -> None:
@@ -102,22 +149,25 @@ def test_harmless_flags_are_listed_as_ignored() -> None:
     )
 
 
-def test_a_degree_of_parallelism_of_one_does_nothing() -> None:
-    command = read_command("vllm serve llama-2-13b -pp 1 --data-parallel-size=1")
-    assert dict(command.values) == {}
-    assert command.ignored == ("-pp 1", "--data-parallel-size 1")
-
-
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
         ("--cpu-offload-gb 4", "--cpu-offload-gb is not handled and may change memory"),
-        ("--speculative-config '{\"num_speculative_tokens\": 3}'", "--speculative-config is not handled"),
-        ("--enable-lora --max-loras 4", "--enable-lora is not handled and may change memory"),
-        ("--enable-lora", "--enable-lora is not handled and may change memory"),
-        ("--quantization awq", "--quantization is not handled and may change memory"),
-        ("-pp 2", "-pp is not handled and may change memory"),
-        ("--data-parallel-size 2", "--data-parallel-size is not handled and may change memory"),
+        ("--kv-transfer-config '{}'", "--kv-transfer-config is not handled"),
+        ("--limit-mm-per-prompt.image 2", "--limit-mm-per-prompt is not handled"),
+        ("--enable-eplb", "--enable-eplb is not handled and may change memory"),
+        ("--no-swa-bounded-replay", "--no-swa-bounded-replay is not handled and may change memory"),
+        ("-pcp 2", "-pcp is not handled and may change memory"),
+        ("--attention-backend FLASHINFER", "--attention-backend is not handled and may change memory"),
+        ("--speculative-config.quantization fp8", "--speculative-config.quantization is not handled"),
+        ("-cc.pass_config '{}'", "--compilation-config.pass_config is not handled and may change memory"),
+        (
+            "-cc.cudagraph_mode PIECEWISE",
+            "--compilation-config.cudagraph_mode is not handled and may change memory",
+        ),
+        ("-O1", "--optimization-level 1 is not handled and may change memory"),
+        ("--hf-overrides.architectures '[]'", "--hf-overrides.architectures is not handled"),
+        ("--tensor-parallel 2", "--tensor-parallel is not handled and may change memory"),
         ("--no-trust-me", "--no-trust-me is not handled and may change memory"),
     ],
 )
@@ -140,6 +190,10 @@ def test_a_flag_that_may_change_memory_is_refused(flags: str, what: str) -> None
         ("-tp 4 --block-size 32", "tensor-parallel-size"),
         ("--enforce-eager --block-size 32", "enforce-eager"),
         ("-pp 2 --block-size 32", "pipeline-parallel-size"),
+        ("-cc.pass_config '{}' --block-size 32", "compilation-config"),
+        ("--limit-mm-per-prompt.image 2 --block-size 32", "limit-mm-per-prompt"),
+        ("--made-up 3 --block-size 32", "made-up"),
+        ("--logits-processors a b --block-size 32", "logits-processors"),
     ],
 )
 def test_a_flag_can_be_ignored_on_purpose(flags: str, ignored: str) -> None:
@@ -180,6 +234,74 @@ def test_nothing_of_a_command_is_executed(tmp_path: Any) -> None:
         with pytest.raises(InputError):
             read_command(text)
     assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("VLLM_PP_LAYER_PARTITION=1,2 vllm serve a", "VLLM_PP_LAYER_PARTITION"),
+        ("VLLM_USE_V1=0 vllm serve a", "VLLM_USE_V1"),
+        ("env VLLM_ATTENTION_BACKEND=FLASHINFER vllm serve a", "VLLM_ATTENTION_BACKEND"),
+        ("export VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS=0; vllm serve a",
+         "VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS"),
+        ("docker run -e VLLM_MLA_DISABLE=1 vllm/vllm-openai --model a", "VLLM_MLA_DISABLE"),
+    ],
+)  # fmt: skip
+def test_a_variable_that_changes_memory_is_refused_unless_ignored(text: str, named: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_command(text)
+    assert caught.value.what == f"the variable {named} is not handled and may change memory"
+    assert caught.value.hint == f"pass --ignore-flag {named} if it does not matter here"
+    assert read_command(text, ignored_flags=[named]).ignored == (named,)
+
+
+@pytest.mark.parametrize(
+    ("flags", "ignored"),
+    [
+        ("--cpu-offload-gb 0.0", "--cpu-offload-gb 0.0"),
+        ("--attention-backend flash_attn", None),
+        ("--attention-backend FLASH_ATTN", "--attention-backend FLASH_ATTN"),
+        ("-pcp 1", "-pcp 1"),
+        ("--no-enable-dbo", "--no-enable-dbo"),
+        ("--disable-dbo", "--disable-dbo"),
+        ("--hf-token", "--hf-token"),
+        ("--hf-token x", "--hf-token"),
+        ("--served-model-name a b c", "--served-model-name"),
+        ("--override-generation-config.temperature 0.5", "--override-generation-config"),
+    ],
+)
+def test_a_flag_that_changes_nothing_by_its_value_is_listed(flags: str, ignored: str | None) -> None:
+    if ignored is None:
+        with pytest.raises(InputError):
+            values(flags)
+        return
+    assert read_command(f"vllm serve llama-2-13b {flags}").ignored == (ignored,)
+
+
+def test_a_value_that_cannot_be_told_is_an_error_unless_it_is_given() -> None:
+    command = read_command("vllm serve llama-2-13b --block-size $SIZE --port $PORT")
+    with pytest.raises(InputError) as caught:
+        command.fill(SizeOptions())
+    assert caught.value.what == "$SIZE is not set in the script, or not to one value"
+    assert caught.value.hint == "give --block-size to kvplan"
+    assert command.fill(SizeOptions(block_size=8)) == {}
+
+
+def test_flags_of_scheduling_matter_to_a_simulation_only() -> None:
+    command = read_command("vllm serve llama-2-13b --max-num-partial-prefills 2 --watermark 0")
+    assert command.ignored == ("--max-num-partial-prefills", "--watermark")
+    assert command.fill(SizeOptions()) == {}
+    with pytest.raises(
+        InputError, match="--max-num-partial-prefills is not handled and changes a simulation"
+    ):
+        command.fill(SimulateOptions())
+
+
+def test_changes_of_the_command_come_before_the_users_own() -> None:
+    command = read_command("""vllm serve llama-2-13b --hf-overrides '{"num_hidden_layers": 8}'""")
+    options = SizeOptions(set=("num_hidden_layers=4",))
+    command.fill(options)
+    assert options.set == ("num_hidden_layers=8", "num_hidden_layers=4")
 
 
 def test_given_options_win_over_those_of_the_command() -> None:

@@ -137,12 +137,14 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
 def compare_turn(plain: VllmPlain, turn: Turn[Any]) -> Turn[Any]:
     """Let the plain engine take the same steps and hold each figure against it; returns its last step."""
     evicted = 0
-    free = turn.free_blocks
+    free, cached = turn.free_blocks, turn.cached_blocks
     for i in range(turn.steps):
         step = plain.turn()
         evicted += step.evicted
         if i:
             free -= turn.takes[i]
+            cached = min(cached, free)  # blocks without content are taken first
+        assert step.cached_blocks == cached
         if turn.steps > 1:
             assert len(step.scheduled) == turn.decoders
             assert step.free_blocks == free
@@ -151,6 +153,7 @@ def compare_turn(plain: VllmPlain, turn: Turn[Any]) -> Turn[Any]:
     for name in ("admitted", "resumed", "preempted", "finished"):
         assert [s.id for s in getattr(step, name)] == [s.id for s in getattr(turn, name)], name
     assert [(s.id, n) for s, n in step.prefix_hits] == [(s.id, n) for s, n in turn.prefix_hits]
+    assert step.preemptions == turn.preemptions
     assert evicted == turn.evicted
     assert (step.free_blocks_end, step.running, step.waiting) == (
         turn.free_blocks_end,

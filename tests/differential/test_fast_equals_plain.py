@@ -10,6 +10,7 @@ import os
 import pytest
 from random_scenarios import compare
 
+from kvplan.core.metrics import RequestRecord
 from kvplan.jobs.simulate import Simulation
 from kvplan.options import SimulateOptions
 
@@ -58,12 +59,16 @@ def test_the_scenarios_reach_preemption() -> None:
     ],
 )
 def test_whole_results_are_equal_to_the_last_digit(workload: str, options: dict[str, object]) -> None:
-    results = [Simulation(workload, SimulateOptions.of(options)).run(path=path) for path in ("plain", "fast")]
+    ended: tuple[list[RequestRecord], list[RequestRecord]] = ([], [])
+    results = [
+        Simulation(workload, SimulateOptions.of(options)).run(path=path, on_request=records.append)
+        for path, records in zip(("plain", "fast"), ended, strict=True)
+    ]
     documents = [result.to_dict() for result in results]
     assert [document["simulation"].pop("engine_path") for document in documents] == ["plain", "fast"]
     assert documents[0] == documents[1]
     plain, fast = (
-        [(r.admitted, r.first_token, r.finished, r.output_tokens, r.preemptions) for r in result.records]
-        for result in results
+        [(r.admitted, r.first_token, r.finished, r.output_tokens, r.preemptions) for r in records]
+        for records in ended
     )
     assert plain == fast

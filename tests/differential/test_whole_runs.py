@@ -17,7 +17,7 @@ from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.metrics import Metrics, Slo
+from kvplan.core.metrics import Metrics, RequestRecord, Slo
 from kvplan.core.request import Request
 from kvplan.core.simulate import run
 
@@ -57,12 +57,15 @@ def figures(
     step_numbered: bool,
 ) -> list[object]:
     """All that a run comes to."""
+    ended: list[RequestRecord] = []
     metrics = Metrics(
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=Fraction(1, 1000),
         warmup=warmup,
+        slo=Slo(0.05, 0.01, 0.3),
+        on_request=ended.append,
     )
     outcome = run(
         requests,
@@ -83,7 +86,7 @@ def figures(
             r.resumed_hit_tokens,
             r.preemptions,
         )
-        for r in metrics.records.values()
+        for r in sorted(ended, key=lambda r: r.number)
     ]
     return [
         outcome,
@@ -92,9 +95,10 @@ def figures(
         metrics.batch_figures(),
         metrics.prefix_cache_figures(),
         metrics.preemption_figures(),
+        metrics.preemption_causes(),
         metrics.throughput(),
         metrics.latency({}),
-        metrics.goodput(Slo(0.05, 0.01, 0.3)),
+        metrics.goodput(),
         metrics.steps,
         metrics.scheduled_tokens,
         metrics.duration_s,

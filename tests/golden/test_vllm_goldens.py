@@ -80,8 +80,8 @@ def test_small_scenario_step_by_step_with_block_ids(name: str) -> None:
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_fast_engine_comes_to_the_same_figures(name: str) -> None:
-    simulation = Simulation(str(DATA / f"{name}.scenario.json"), SimulateOptions(step_time=0.5))
-    plain, fast = (simulation.run(path=path).to_dict() for path in ("plain", "fast"))
+    path, options = str(DATA / f"{name}.scenario.json"), SimulateOptions(step_time=0.5)
+    plain, fast = (Simulation(path, options).run(path=which).to_dict() for which in ("plain", "fast"))
     assert (plain["simulation"].pop("engine_path"), fast["simulation"].pop("engine_path")) == (
         "plain",
         "fast",

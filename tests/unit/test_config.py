@@ -500,10 +500,19 @@ def test_an_override_changes_the_count() -> None:
     assert model.weights.parameters == 20 * 317_204_480 + 2 * 32000 * 5120 + 5120
 
 
-def test_a_total_that_was_given_is_dropped_with_the_shape() -> None:
-    name = "nemotron-3-super-120b"
-    assert load_model(name, overrides=["max_position_embeddings=4096"]).weights.source == "catalogue"
-    assert load_model(name, overrides=["vocab_size=1000"]).weights.source != "catalogue"
+def test_a_total_that_was_given_is_dropped_with_the_shape(tmp_path: Path) -> None:
+    # A latent model whose experts the entry does not tell: its total is the entry's.
+    path = tmp_path / "models.yaml"
+    fields = {"num_hidden_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100}
+    latent = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    entry = {"architectures": ["DeepseekV3ForCausalLM"], "parameters": 123456, **fields, **latent}
+    path.write_text(json.dumps({"some": entry}))
+    kept = load_model("some", catalogue=path, overrides=["max_position_embeddings=4096"]).weights
+    assert (kept.source, kept.parameters) == ("catalogue", 123456)
+    dropped = load_model("some", catalogue=path, overrides=["vocab_size=1000"]).weights
+    assert dropped.parameters is None
+    assert dropped.why_unknown is not None
+    assert dropped.why_unknown.startswith("num_experts is missing")
 
 
 def test_wrong_overrides_are_refused() -> None:
@@ -513,8 +522,8 @@ def test_wrong_overrides_are_refused() -> None:
     assert error.where == "--set num_hidden_layer=..."
     assert error_of("llama-2-13b", "num_hidden_layers").what == '"num_hidden_layers" is no key=value'
     assert error_of("llama-2-13b", "=3").what == '"=3" is no key=value'
-    assert error_of("llama-2-13b", "head_dim=[1, 2]").what == '"[1, 2]" is no single value'
-    assert error_of("llama-2-13b", "head_dim=[").what == '"[" is no single value'
+    assert error_of("llama-2-13b", "head_dim=[1, 2]").what == 'head_dim is "[1, 2]", not a whole number'
+    assert error_of("llama-2-13b", "head_dim=[").what == '"[" is no value'
     error = error_of("llama-2-13b", "head_dim=x")
     assert (error.what, error.where) == ('head_dim is "x", not a whole number', "--set head_dim=x")
 
@@ -743,3 +752,22 @@ def test_finding_a_model_loads_nothing_heavy() -> None:
 )
 def test_layers_that_only_draft_come_after_the_models(config: dict[str, object], layers: list[int]) -> None:
     assert list(draft_layers(config)) == layers
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}, "fp8"),
+        ({"quant_method": "modelopt_fp4", "kv_cache_quant_algo": "NVFP4"}, "nvfp4"),
+        ({"quantization": {"quant_algo": "FP8", "kv_cache_quant_algo": "FP8"}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "float"}}, "fp8"),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": {"num_bits": 8, "type": "int"}}, None),
+        ({"quant_method": "compressed-tensors", "kv_cache_scheme": None}, None),
+        ({"quant_method": "fp8", "kv_cache_quant_algo": "FP8"}, None),
+        ({"quant_method": "modelopt", "kv_cache_quant_algo": 8}, None),
+    ],
+)
+def test_a_checkpoint_says_what_its_kv_cache_is_stored_in(
+    tmp_path: Path, settings: dict[str, object], dtype: str | None
+) -> None:
+    assert load_model(config_file(tmp_path, quantization_config=settings)).kv_cache_dtype == dtype

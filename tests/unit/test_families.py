@@ -193,3 +193,21 @@ def test_what_a_config_lacks_is_named_once() -> None:
     assert error.value.what.startswith("kv_lora_rank is missing; qk_rope_head_dim is missing")
     with pytest.raises(InputError, match='hidden_size is "wide", no size'):
         weight_groups("LlamaForCausalLM", {**fields, "hidden_size": "wide"})
+
+
+def test_layers_that_follow_an_indexer_have_none() -> None:
+    # GLM-5.2 looks for keys in layers 0 to 2 and in each fourth after; the layer that drafts always does.
+    model = load_model("glm-5.2")
+    indexers = [g for g in model.weights.groups if g.name.endswith("indexer.wq_b")]
+    assert {g.place: len(g.layers) for g in indexers} == {"layers": 21, "draft": 1}
+    assert indexers[0].layers[:5] == (0, 1, 2, 6, 10)
+
+
+def test_deepseek_v4_has_experts_of_four_bits() -> None:
+    # 43 layers of 256 experts of 2048: half a byte each and a scale of a byte for 32.
+    model = load_model("deepseek-v4-flash")
+    experts = [g for g in model.weights.groups if g.kind == "experts" and g.place == "layers"]
+    elements = 43 * 256 * 3 * 4096 * 2048
+    assert sum(g.elements for g in experts) == elements
+    only = Weights(elements, "config", tuple(experts), None, model.weights.format)
+    assert only.total_bytes("bfloat16") == elements // 2 + elements // 32

@@ -22,11 +22,11 @@ from kvplan.core.metrics import (
     Slo,
     Throughput,
     Utilization,
-    percentile,
     tpot_ticks,
 )
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import StepRecord, run
+from kvplan.core.tally import percentile
 
 #: A step takes 10 ticks, a tick is 0.1 s: a step is a second.
 TICK = Fraction(1, 10)
@@ -37,6 +37,7 @@ def figures(
     warmup: int = 0,
     seconds_per_tick: Fraction | None = TICK,
     step_ticks: int = 10,
+    slo: Slo | None = None,
     **changes: object,
 ) -> Metrics:
     """The figures of a run on 5 usable blocks of 2, with room for two sequences of 10 tokens."""
@@ -54,6 +55,7 @@ def figures(
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=seconds_per_tick,
         warmup=warmup,
+        slo=slo,
     )
     steps = count()
 
@@ -156,19 +158,21 @@ def test_scheduled_tokens_are_those_computed() -> None:
     ],
 )
 def test_goodput_counts_requests_that_meet_every_stated_goal(slo: Slo, good: int) -> None:
-    assert figures(*TOY).goodput(slo) == Goodput(good / 6.5, good / 3, slo)
+    assert figures(*TOY, slo=slo).goodput() == Goodput(good / 6.5, good / 3, slo)
 
 
 def test_without_a_goal_there_is_no_goodput() -> None:
-    assert figures(*TOY).goodput(Slo()) is None
+    assert figures(*TOY, slo=Slo()).goodput() is None
 
 
 def test_rejected_and_unfinished_requests_count_against_goodput() -> None:
     # x reaches max_model_len 10 and is turned away; y never fits: 5 usable blocks, length limit 20.
-    turned_away = figures(*TOY, Request("x", 56, 10, 1)).goodput(Slo(ttft_s=9.0))
+    turned_away = figures(*TOY, Request("x", 56, 10, 1), slo=Slo(ttft_s=9.0)).goodput()
     assert turned_away is not None
     assert turned_away.share == 3 / 4
-    left = figures(Request("a", 0, 1, 1), Request("y", 5, 11, 1), max_model_len=20).goodput(Slo(ttft_s=9.0))
+    left = figures(
+        Request("a", 0, 1, 1), Request("y", 5, 11, 1), max_model_len=20, slo=Slo(ttft_s=9.0)
+    ).goodput()
     assert left is not None
     assert left.share == 1 / 2
 
@@ -178,7 +182,7 @@ def test_rejected_and_unfinished_requests_count_against_goodput() -> None:
 
 def test_after_the_warm_up_only_its_own_arrivals_have_latencies_but_all_is_seen_in_the_pool() -> None:
     # W = [4, 65): b arrives exactly as it begins and counts, a does not. Length 61.
-    metrics = figures(*TOY, warmup=4)
+    metrics = figures(*TOY, warmup=4, slo=Slo(ttft_s=1.0))
     # 2 x 6 + 30 + 50 + 0 + 10 = 102.
     assert metrics.kv_figures().utilization.mean == 102 / (5 * 61)
     # Running 6 + 20 + 20 + 10; b waits from 4 to 10.
@@ -187,7 +191,7 @@ def test_after_the_warm_up_only_its_own_arrivals_have_latencies_but_all_is_seen_
     assert (latency.ttft_s.count, latency.ttft_s.mean, latency.itl_s.count) == (2, 1.3, 1)
     # All three finish in W.
     assert metrics.throughput() == Throughput(3 / 6.1, 6 / 6.1, 6 / 6.1)
-    goodput = metrics.goodput(Slo(ttft_s=1.0))
+    goodput = metrics.goodput()
     assert goodput is not None
     assert goodput.share == 1 / 2
     assert metrics.prefix_cache_figures().queried_tokens == 2 + 1
@@ -215,14 +219,14 @@ def test_the_warm_up_counts_from_the_first_arrival_not_from_zero() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_leaves_every_figure_unknown() -> None:
-    metrics = figures(*TOY, warmup=100)
+    metrics = figures(*TOY, warmup=100, slo=Slo(ttft_s=1.0))
     kv = metrics.kv_figures()
     assert kv.utilization == Utilization(None, None, None, None)
     assert (kv.token_share, kv.reserved_share, kv.internal_fragmentation) == (None, None, None)
     assert metrics.batch_figures() == BatchFigures(None, None, None, None)
     assert metrics.throughput() == Throughput(None, None, None)
     assert metrics.latency({}).ttft_s == Distribution(0)
-    assert metrics.goodput(Slo(ttft_s=1.0)) == Goodput(None, None, Slo(ttft_s=1.0))
+    assert metrics.goodput() == Goodput(None, None, Slo(ttft_s=1.0))
     assert metrics.request_counts().finished == 3
 
 
@@ -381,13 +385,13 @@ def test_without_caching_nothing_is_queried() -> None:
 
 
 def test_without_seconds_times_are_unknown_and_counts_are_not() -> None:
-    metrics = figures(*TOY, seconds_per_tick=None)
+    metrics = figures(*TOY, seconds_per_tick=None, slo=Slo(ttft_s=1.0))
     latency = metrics.latency({})
     assert latency.ttft_s == Distribution(3)
     assert latency.itl_s == Distribution(3)
     assert metrics.duration_s is None
     assert metrics.throughput() == Throughput(None, None, None)
-    assert metrics.goodput(Slo(ttft_s=1.0)) == Goodput(None, None, Slo(ttft_s=1.0))
+    assert metrics.goodput() == Goodput(None, None, Slo(ttft_s=1.0))
     assert metrics.kv_figures().utilization.mean == 110 / 325
 
 

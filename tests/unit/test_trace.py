@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.errors import InputError
-from kvplan.trace import Trace, read_trace, to_json_line, workload_names
+from kvplan.trace import Trace, open_trace, read_trace, to_json_line, workload_names
 
 Write = Callable[[str | bytes], str]
 
@@ -668,3 +668,39 @@ def test_the_azure_conversation_slice_spans_the_time_of_its_rows(shared: Path) -
     # 18:15:46.6805900, 18:15:50.9951690, 18:15:51.2224670.
     assert [r.arrival for r in trace.requests] == [0, 4_314_579 * 10**6, 4_541_877 * 10**6]
     assert trace.to_dict()["input_tokens"] == 374 + 396 + 879
+
+
+# Streaming
+
+
+def test_a_long_trace_is_put_in_order_within_its_reach(write: Callable[..., str]) -> None:
+    rows = [row(id=str(i), arrival_s=float(i)) for i in (3, 1, 2, 0, 5, 4)]
+    stream = open_trace(write("\n".join(rows)), reorder=3)
+    assert [r.id for r in stream] == ["0", "1", "2", "3", "4", "5"]
+    assert stream.to_dict()["requests"] == 6
+    assert stream.share_read == 1.0
+
+
+def test_a_request_that_comes_too_late_is_refused(write: Callable[..., str]) -> None:
+    rows = [row(id=str(i), arrival_s=float(i)) for i in (5, 6, 7, 8, 0)]
+    with pytest.raises(
+        InputError, match="arrives before others that stand more than 2 lines earlier"
+    ) as caught:
+        list(open_trace(write("\n".join(rows)), reorder=2))
+    assert caught.value.hint == "sort the trace by arrival"
+
+
+def test_a_trace_is_read_once(write: Callable[..., str]) -> None:
+    stream = open_trace(write(row(id="a")))
+    assert len(list(stream)) == 1
+    with pytest.raises(RuntimeError, match="once"):
+        list(stream)
+
+
+def test_doubles_among_very_many_ids_are_found_at_the_end(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplan.trace._EXACT_IDS", 2)
+    rows = [row(id=name) for name in ("a", "b", "c", "d", "a")]
+    with pytest.raises(InputError, match="an id stands twice"):
+        list(open_trace(write("\n".join(rows))))

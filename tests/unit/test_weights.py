@@ -45,16 +45,19 @@ def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> N
         "Qwen/Qwen-72B",
         "Qwen/Qwen3.5-9B",
         "XiaomiMiMo/MiMo-7B-Base",
+        "deepseek-ai/DeepSeek-V4-Flash",
+        "google/gemma-4-31B-it",
         "ibm-granite/granite-4.0-h-small",
         "internlm/internlm-20b",
         "internlm/internlm2-20b",
-        "google/gemma-4-31B-it",
+        "meta-llama/Llama-3.2-11B-Vision-Instruct",
         "mistralai/Mamba-Codestral-7B-v0.1",
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",
         "nvidia/Nemotron-H-8B-Base-8K",
         "openai/whisper-large-v3",
         "tiiuae/Falcon-H1-34B-Instruct",
         "zai-org/GLM-4.5",
+        "zai-org/GLM-5.2",
     }
     in_catalogue = {m.hf_id for m in list_models() if m.weights.source == "config" and m.weights.parameters}
     assert in_catalogue - {hf_id for hf_id, _ in counted()} == without_reference

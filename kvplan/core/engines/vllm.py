@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Turn
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -125,6 +125,7 @@ class Vllm:
         turn.work.decode_context = cohort.context
         turn.takes = cohort.takes(steps)
         turn.free_blocks = self.pool.free - turn.takes[0]
+        turn.cached_blocks = min(self.pool.idle, turn.free_blocks)  # blocks without content are taken first
         turn.evicted = self.pool.take(sum(turn.takes))
         turn.running, turn.waiting = len(self.running), len(self.waiting)
         turn.scheduled_tokens = cohort.size * steps
@@ -212,6 +213,7 @@ class Vllm:
                 if victim in scheduled or victim in decoders:  # its part of this step is undone
                     budget += scheduled.pop(victim, 1)
                     index -= 1
+                turn.preemptions.append(self._cause(victim, member, need))
                 self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
                 decoders.pop(victim, None)
                 fits = victim is not member
@@ -239,6 +241,22 @@ class Vllm:
         if member.decoding:
             return int((member.base + self.cohort.step) % self.config.block_size == 0)
         return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
+
+    def _cause(self, victim: Member, trigger: Member, needed: int) -> Preemption:
+        return Preemption(
+            victim=victim.id,
+            trigger=trigger.id,
+            is_decode=self._computed(trigger) + 1 == self._num_tokens(trigger),
+            needed_blocks=needed,
+            free_blocks=self.pool.free,
+            lost_tokens=self._computed(victim),
+        )
+
+    def _computed(self, member: Member) -> int:
+        return member.base + self.cohort.step if member.decoding else member.computed
+
+    def _num_tokens(self, member: Member) -> int:
+        return member.base + self.cohort.step + 1 if member.decoding else member.num_tokens
 
     def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool, took_block: bool) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
@@ -380,7 +398,7 @@ class Vllm:
             empty = -member.computed % block_size
             turn.empty_slots += empty
             turn.reserved_slots += min(empty, member.final_tokens - member.computed)
-        turn.free_blocks = self.pool.free
+        turn.free_blocks, turn.cached_blocks = self.pool.free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 

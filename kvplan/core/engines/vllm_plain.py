@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.content import BlockHash, block_hashes
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, SchedulerConfig, Sequence, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Sequence, Turn
 from kvplan.core.request import Request
 
 
@@ -23,7 +23,8 @@ class BlockPool:
     referenced, never both; (2) ``references[b]`` counts the tables that hold b; (3) the free queue holds
     first the blocks without content, last freed first, then cached blocks, first freed first;
     (4) ``index`` lists exactly the blocks that have a hash, for each hash in order of entry; (5) ``shared`` counts
-    the blocks with more than one user; (6) a failed request for blocks changes nothing.
+    the blocks with more than one user, ``idle`` the free ones with content; (6) a failed request for blocks changes
+    nothing.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -31,6 +32,7 @@ class BlockPool:
         self.hashes: list[BlockHash | None] = [None] * num_blocks
         self.index: dict[BlockHash, list[int]] = {}
         self.shared = 0
+        self.idle = 0
         # The free queue is linked through two lists of block ids; entry num_blocks is both ends.
         self._end = num_blocks
         self._next = [*range(1, num_blocks + 1), 0]
@@ -59,6 +61,7 @@ class BlockPool:
             if self.hashes[block] is not None:
                 self._forget(block)
                 evicted.append(block)
+                self.idle -= 1
             self.references[block] = 1
             taken.append(block)
         return taken
@@ -69,6 +72,7 @@ class BlockPool:
             users = self.references[block]
             if users == 0:
                 self._unlink(block)
+                self.idle -= 1
             elif users == 1:
                 self.shared += 1
             self.references[block] = users + 1
@@ -89,6 +93,7 @@ class BlockPool:
                     blank.append(block)
                 else:
                     self._link(block, before=self._end)
+                    self.idle += 1
             elif users == 1:
                 self.shared -= 1
         for block in reversed(blank):
@@ -227,7 +232,7 @@ class VllmPlain:
         self._compute(turn)
         self._count_slots(turn)
         turn.evicted = len(turn.evicted_blocks)
-        turn.free_blocks = self.pool.num_free
+        turn.free_blocks, turn.cached_blocks = self.pool.num_free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running = len(self.running)
         turn.waiting = len(self.waiting)
@@ -285,6 +290,7 @@ class VllmPlain:
                 if victim in scheduled:  # by priority only: its part of this step is undone
                     budget += scheduled.pop(victim)
                     index -= 1
+                self._note_preemption(turn, victim, sequence, tokens)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
             if fits:
@@ -302,6 +308,22 @@ class VllmPlain:
         victim = max(self.running, key=_queue_key)
         self.running.remove(victim)
         return victim
+
+    def _note_preemption(
+        self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, tokens: int
+    ) -> None:
+        """Tell who needed how many blocks, and what is thrown away for it."""
+        needed = self._blocks_for(trigger.computed + tokens) - len(trigger.blocks)
+        turn.preemptions.append(
+            Preemption(
+                victim=victim.id,
+                trigger=trigger.id,
+                is_decode=trigger.computed + 1 == trigger.num_tokens,
+                needed_blocks=needed,
+                free_blocks=self.pool.num_free,
+                lost_tokens=victim.computed,
+            )
+        )
 
     def _preempt(self, turn: Turn[PlainSequence], victim: PlainSequence) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
