@@ -26,8 +26,9 @@ from kvplan.config import list_gpus, load_gpu, load_model
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
-from kvplan.core.sizing import default_batch_limits
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError
+from kvplan.jobs.size import size
 
 GIB = 1 << 30
 
@@ -138,7 +139,8 @@ def compare(files: Sequence[Path]) -> Iterator[Compared]:
 
 def estimated(log: Log) -> Compared | None:
     """The log beside its estimate; None if nothing says how large the weights are."""
-    tokens, sequences = default_batch_limits(int(log.total_gib * GIB), log.gpu.name if log.gpu else "")
+    rules = vllm_rules(log.version)
+    tokens, sequences = rules.batch_limits(int(log.total_gib * GIB), log.gpu.name if log.gpu else "")
     overhead = estimate_overhead(
         log.spec,
         version=log.version,
@@ -152,7 +154,9 @@ def estimated(log: Log) -> Compared | None:
     )
     own = None
     if log.own_weights:
-        own = log.spec.weights.per_gpu_bytes(log.spec.dtype, log.tp, log.spec.num_kv_heads)
+        weights = log.spec.weights
+        own = weights.per_gpu_bytes(log.spec.dtype, log.tp, log.spec.num_kv_heads)
+        own = own and own + weights.rotary_bytes(log.spec.dtype)
     if log.weights_gib is None and own is None:
         return None
     return Compared(log, overhead, log.weights_gib, None if own is None else own / GIB)
@@ -174,9 +178,8 @@ def read(row: dict[str, str]) -> Log | None:
     kv = _figure(row["available_kv_gib"])
     if kv is None and row["kv_cache_tokens"]:
         try:
-            kv = (
-                sum(a.bytes_per_token(2, tp) for a in spec.full_attention) * int(row["kv_cache_tokens"]) / GIB
-            )
+            per_token = size(spec.name, tensor_parallel_size=tp, engine=f"vllm@{version}").kv.bytes_per_token
+            kv = per_token * int(row["kv_cache_tokens"]) / GIB
         except InputError:
             return None
     utilization = _figure(row["gpu_memory_utilization"]) or (0.9 if release(version) < (0, 21) else 0.92)
