@@ -115,7 +115,7 @@ class Report:
         if sure == "uncertain" and capacity.overhead_bytes is not None:
             low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
             why = f"at one end {'it does not' if capacity.fits else 'it does'}"
-            if capacity.overhead_bytes.is_guess:
+            if capacity.overhead_is_guess:
                 why = "that is a guess; --kv-cache-memory-bytes from the engine's log makes it exact"
             self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and {why}")
         self._say(f"At once: {_at_once(result)}")

@@ -25,7 +25,6 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
-from kvplan.core.overhead import Overhead
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -110,7 +109,7 @@ def would_fit(
     spec = _as_loaded(spec, resolver)
     engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
     plan = _laid_out(spec, engine, deployment)
-    return fits(plan, Budget(budget, _overheads(spec, gpu, engine, plan)))
+    return fits(plan, _budgeted(spec, gpu, engine, plan, budget))
 
 
 def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
@@ -152,7 +151,7 @@ def _plan(
     plan = _laid_out(spec, engine, deployment)
     capacity = None
     if budget is not None or _pool_is_given(deployment):
-        capacity = plan_capacity(plan, Budget(budget, _overheads(spec, gpu, engine, plan)))
+        capacity = plan_capacity(plan, _budgeted(spec, gpu, engine, plan, budget))
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -185,12 +184,15 @@ def _laid_out(spec: ModelSpec, engine: Engine, deployment: Deployment) -> Plan:
     return Plan(spec, deployment, sizing.make_pool, stages)
 
 
-def _overheads(spec: ModelSpec, gpu: Gpu | None, engine: Engine, plan: Plan) -> tuple[Overhead, ...]:
-    """Of each stage; none where the pool is given."""
-    deployment = plan.deployment
-    if _pool_is_given(deployment):
-        return ()
-    return (engine_sizing(engine.name, engine.version).overhead(spec, deployment, gpu),) * len(plan.stages)
+def _budgeted(
+    spec: ModelSpec, gpu: Gpu | None, engine: Engine, plan: Plan, budget: GpuBudget | None
+) -> Budget:
+    """The memory that there is, with the overhead of each stage; without where the pool is given."""
+    if _pool_is_given(plan.deployment):
+        return Budget(budget, ())
+    sizing = engine_sizing(engine.name, engine.version)
+    overhead = sizing.overhead(spec, plan.deployment, gpu)
+    return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
 
 
 # Settings

@@ -90,12 +90,16 @@ class EngineRules(Protocol):
 
 
 class EngineSizing(NamedTuple):
-    """What sizing needs of an engine."""
+    """What sizing needs of an engine.
+
+    ``overhead_is_guess``: its range was held against too few logs to trust a yes on which both ends agree.
+    """
 
     rules: EngineRules
     make_pool: Callable[[ModelSpec, Deployment, CacheFormat | None], Pool]
     stages: Callable[[int, int], tuple[Stage, ...]]
     overhead: Callable[[ModelSpec, Deployment, Gpu | None], Overhead]
+    overhead_is_guess: bool = False
 
 
 def engine_sizing(name: str, version: str = "") -> EngineSizing:
@@ -117,6 +121,7 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             sglang.SglangPool,
             sglang.sglang_stages,
             lambda spec, deployment, gpu: sglang.sglang_overhead(spec, deployment),
+            overhead_is_guess=True,
         )
     if name == "tensorrt-llm":
         from kvplan.core.pools import tensorrt_llm
@@ -126,6 +131,7 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             tensorrt_llm.TensorrtLlmPool,
             tensorrt_llm.tensorrt_llm_stages,
             lambda spec, deployment, gpu: tensorrt_llm.tensorrt_llm_overhead(spec, deployment),
+            overhead_is_guess=True,
         )
     if name == "llama.cpp":
         from kvplan.core.pools import llama_cpp
@@ -135,6 +141,7 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             llama_cpp.LlamaCppPool,
             llama_cpp.llama_cpp_stages,
             lambda spec, deployment, gpu: llama_cpp.llama_cpp_overhead(spec, deployment),
+            overhead_is_guess=True,
         )
     assert name == "vllm", "options name no other engine"
     return EngineSizing(vllm_rules(version), VllmPool, pipeline_stages, _vllm_overhead)

@@ -65,8 +65,7 @@ class Overhead:
     """Bytes on each GPU beside weights and KV: an estimate, ``low`` to ``high`` for the sum of the first three.
 
     ``runtime`` includes ``communication``. ``uncounted_graphs`` are graphs that this version does not take off the
-    budget: they come out of what ``gpu_memory_utilization`` leaves free. ``is_guess``: the range was held against
-    too few logs to trust a yes on which both ends agree.
+    budget: they come out of what ``gpu_memory_utilization`` leaves free.
     """
 
     activations: int
@@ -76,7 +75,6 @@ class Overhead:
     high: int
     communication: int = 0
     uncounted_graphs: int = 0
-    is_guess: bool = False
 
     def total(self, margin: Margin) -> int:
         """The sum at that end of the range."""

@@ -126,6 +126,7 @@ class Capacity:
     taken_kv_bytes: int
     unused_bytes: int | None
     overhead_bytes: Overhead | None
+    overhead_is_guess: bool
     num_gpu_blocks: int
     usable_blocks: int
     kv_cache_tokens: int
@@ -330,6 +331,8 @@ class Budget(NamedTuple):
     gpu: GpuBudget | None
     #: Of each stage; empty where KV memory or blocks are given.
     overheads: tuple[Overhead, ...]
+    #: Whether they were held against too few logs to trust a yes on which both ends agree.
+    is_guess: bool = False
 
 
 def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
@@ -360,8 +363,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         fits_confidence="exact"
         if not budget.overheads
         else "likely"
-        if len({verdict.fits for verdict in verdicts.values()}) == 1
-        and not (chosen.fits and budget.overheads[limiting].is_guess)
+        if len({verdict.fits for verdict in verdicts.values()}) == 1 and not (chosen.fits and budget.is_guess)
         else "uncertain",
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
@@ -369,6 +371,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         taken_kv_bytes=deployment.concurrency * pool.allocated_bytes(deployment.seq, plan.stages[limiting]),
         unused_bytes=blocks[limiting].unused_bytes,
         overhead_bytes=budget.overheads[limiting] if budget.overheads else None,
+        overhead_is_guess=bool(budget.overheads) and budget.is_guess,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,
         kv_cache_tokens=tokens,

@@ -274,5 +274,4 @@ def llama_cpp_overhead(spec: ModelSpec, deployment: Deployment) -> Overhead:
         runtime=runtime,
         low=min(logits, compute) + _GIB // 5,
         high=2 * compute + 2 * _GIB,
-        is_guess=True,
     )

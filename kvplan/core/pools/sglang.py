@@ -398,5 +398,4 @@ def sglang_overhead(spec: ModelSpec, deployment: Deployment) -> Overhead:
         low=3 * _GIB // 10,
         high=2 * runtime + _GIB,
         communication=communication,
-        is_guess=True,
     )

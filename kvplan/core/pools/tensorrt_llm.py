@@ -215,5 +215,4 @@ def tensorrt_llm_overhead(spec: ModelSpec, deployment: Deployment) -> Overhead:
         low=_GIB,
         high=8 * _GIB + 2 * communication,
         communication=communication,
-        is_guess=True,
     )
