@@ -47,9 +47,10 @@ class Report:
 
     def size(self, results: Sequence[SizeResult], *, explain: bool) -> None:
         """The answer first, then where the memory goes; one result in detail, or several beside each other."""
-        self._say(_assumptions(results[0].config), style="dim")
+        for line in dict.fromkeys(_assumptions(result.config) for result in results):
+            self._say(line, style="dim")
         for result in results:
-            self._answer(result)
+            self._answer(result, results)
         if len(results) == 1 and results[0].capacity is not None:
             self._memory(results[0])
         self._facts(results)
@@ -88,10 +89,12 @@ class Report:
         for result in results:
             self._changes(result, f"{result.gpu.count} x {result.gpu.name}" if result.gpu else "")
 
-    def _answer(self, result: SizeResult) -> None:
+    def _answer(self, result: SizeResult, results: Sequence[SizeResult]) -> None:
         """Does it fit, how many at once, what limits it, what would change it."""
         self.console.print()
         capacity, kv, name = result.capacity, result.kv, literal(result.model.name)
+        if _has_several_engines(results):
+            name += f" by {literal(result.config['engine'].value)}"
         if capacity is None:
             weights = result.weights.total_bytes
             takes = "takes" if result.concurrency == 1 else "take"
@@ -111,8 +114,10 @@ class Report:
         )
         if sure == "uncertain" and capacity.overhead_bytes is not None:
             low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
-            other = "it does not" if capacity.fits else "it does"
-            self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and at one end {other}")
+            why = f"at one end {'it does not' if capacity.fits else 'it does'}"
+            if capacity.overhead_is_guess:
+                why = "that is a guess; --kv-cache-memory-bytes from the engine's log makes it exact"
+            self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and {why}")
         self._say(f"At once: {_at_once(result)}")
         if capacity.fits:
             self._say(f"Asked for: {capacity.reason}")
@@ -461,11 +466,17 @@ def _sequences(count: int, tokens: int) -> str:
     return f"{count:,} {'sequence' if count == 1 else 'sequences'} of {tokens:,} tokens"
 
 
+def _has_several_engines(results: Sequence[SizeResult]) -> bool:
+    return len({result.config["engine"].value for result in results}) > 1
+
+
 def _title(result: SizeResult, results: Sequence[SizeResult]) -> str:
-    """What tells a result from those beside it."""
-    engine = result.config["engine"].value
-    same_model = len(results) > 1 and len({r.model.name for r in results}) == 1
-    return str(engine) if same_model else result.model.name
+    """What tells a result from those beside it: the model, the engine or both."""
+    engine = str(result.config["engine"].value)
+    if not _has_several_engines(results):
+        return result.model.name
+    several_models = len({r.model.name for r in results}) > 1
+    return f"{result.model.name} {engine}" if several_models else engine
 
 
 def _degrees(result: SizeResult) -> str:

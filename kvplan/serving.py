@@ -13,21 +13,18 @@ from typing import Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
+from kvplan.core.engine_sizing import EngineRules, engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
-    KV_CACHE_DTYPES,
     STATES,
     CacheFormat,
     CompressedLatent,
     CrossAttention,
     LatentAttention,
     LayerCache,
-    SparseIndexer,
 )
-from kvplan.core.kv_pool import VllmPool
 from kvplan.core.lora import LoraSlots
 from kvplan.core.model import ModelSpec
-from kvplan.core.overhead import Overhead, estimate_overhead
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -40,14 +37,10 @@ from kvplan.core.sizing import (
     plan_capacity,
     weight_sizes,
 )
-from kvplan.core.vllm_rules import VllmRules, vllm_rules
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
 
-#: The default block of latents of several tokens (DeepSeek-V4, v1/attention/backends/mla/sparse_swa.py).
-_COMPRESSED_BLOCK_SIZE = 256
-_DEFAULT_BLOCK_SIZE = 16
 #: Ways to draft that need no layers with a cache.
 _METHODS_WITHOUT_LAYERS = ("ngram", "suffix", "medusa", "mlp_speculator", "gemma4_mtp")
 
@@ -114,9 +107,9 @@ def would_fit(
     A memory budget must be given, and a length other than ``auto``. Raises `InputError` as `serve` does.
     """
     spec = _as_loaded(spec, resolver)
-    _, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
-    plan = Plan(spec, deployment, VllmPool)
-    return fits(plan, Budget(budget, _overheads(spec, gpu, plan)))
+    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
+    plan = _laid_out(spec, engine, deployment)
+    return fits(plan, _budgeted(spec, gpu, engine, plan, budget))
 
 
 def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
@@ -138,7 +131,9 @@ def _settle(
 ) -> tuple[Engine, Deployment, GpuBudget | None]:
     """Every setting, and the memory that there is."""
     engine = resolver.note_engine()
-    deployment = _deployment(spec, resolver, engine, gpu, gpu_count, warnings)
+    rules = engine_sizing(engine.name, engine.version).rules
+    _check_settings(resolver.options, rules)
+    deployment = _deployment(spec, resolver, rules, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
     )
@@ -153,10 +148,10 @@ def _plan(
     budget: GpuBudget | None,
     warnings: list[str],
 ) -> Served:
-    plan = Plan(spec, deployment, VllmPool)
+    plan = _laid_out(spec, engine, deployment)
     capacity = None
     if budget is not None or _pool_is_given(deployment):
-        capacity = plan_capacity(plan, Budget(budget, _overheads(spec, gpu, plan)))
+        capacity = plan_capacity(plan, _budgeted(spec, gpu, engine, plan, budget))
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -182,35 +177,42 @@ def _pool_is_given(deployment: Deployment) -> bool:
     return deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
 
 
-def _overheads(spec: ModelSpec, gpu: Gpu | None, plan: Plan) -> tuple[Overhead, ...]:
-    """Of each stage; none where the pool is given."""
-    deployment = plan.deployment
-    if _pool_is_given(deployment):
-        return ()
-    return (_overhead(spec, gpu, deployment),) * len(plan.stages)
+def _laid_out(spec: ModelSpec, engine: Engine, deployment: Deployment) -> Plan:
+    """The engine's pool, and its split of the layers."""
+    sizing = engine_sizing(engine.name, engine.version)
+    stages = sizing.stages(spec.num_layers, deployment.pipeline_parallel_size)
+    return Plan(spec, deployment, sizing.make_pool, stages)
 
 
-def _overhead(spec: ModelSpec, gpu: Gpu | None, deployment: Deployment) -> Overhead:
-    return estimate_overhead(
-        spec,
-        version=deployment.version,
-        max_num_batched_tokens=deployment.max_num_batched_tokens,
-        max_num_seqs=deployment.max_num_seqs,
-        dtype=deployment.dtype,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        enforce_eager=deployment.enforce_eager,
-        compute_capability=gpu.compute_capability if gpu else None,
-        num_sms=gpu.num_sms if gpu else None,
-    )
+def _budgeted(
+    spec: ModelSpec, gpu: Gpu | None, engine: Engine, plan: Plan, budget: GpuBudget | None
+) -> Budget:
+    """The memory that there is, with the overhead of each stage; without where the pool is given."""
+    if _pool_is_given(plan.deployment):
+        return Budget(budget, ())
+    sizing = engine_sizing(engine.name, engine.version)
+    overhead = sizing.overhead(spec, plan.deployment, gpu)
+    return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
 
 
 # Settings
 
 
+def _check_settings(options: ServingOptions, rules: EngineRules) -> None:
+    """Refuse what the engine does not have."""
+    for name in sorted(rules.missing_settings):
+        if getattr(options, name) is not None:
+            raise InputError(
+                f"{flag(name)} is no setting of engine {rules.name}, or its effect there is not known",
+                where=flag(name),
+                hint="leave it out, or use engine vllm",
+            )
+
+
 def _deployment(
     spec: ModelSpec,
     resolver: Resolver[Any],
+    rules: EngineRules,
     engine: Engine,
     gpu: Gpu | None,
     gpu_count: int | None,
@@ -218,8 +220,8 @@ def _deployment(
 ) -> Deployment:
     """Every setting but the sequences, which are left at one token."""
     options: ServingOptions = resolver.options
-    rules = vllm_rules(engine.version)
-    default = f"default of {engine.name} {engine.version}"
+    default = f"default of {engine.name} {engine.version}".rstrip()
+    caches = [item.cache for item in spec.layers]
     length = _max_model_len(spec, resolver, warnings)
     batch, seqs = choose_batch_limits(
         resolver,
@@ -228,34 +230,43 @@ def _deployment(
         length,
         f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
     )
-    if batch < seqs:
+    if batch < seqs and rules.batch_holds_sequences:
         raise InputError(
             f"max_num_batched_tokens {batch} is below max_num_seqs {seqs}",
             where="--max-num-batched-tokens",
             hint="raise it, or lower --max-num-seqs",
         )
-    ranks = _ranks(resolver, gpu_count, default)
+    ranks = _ranks(resolver, gpu_count, default, spreads_layers=rules.spreads_layers)
     check_tensor_parallel(spec, ranks.tensor)
     context = _decode_context(spec, resolver, ranks.tensor, default)
     drafts = _drafts(spec, resolver, ranks.tensor)
     dtype = _dtype(spec, resolver, default)
     capability = gpu.compute_capability if gpu else None
-    kv_dtype = _kv_dtype(spec, resolver, dtype, rules, capability)
-    states = any(isinstance(item.cache, STATES) for item in spec.layers)
+    kv_form = _kv_form(spec, resolver, dtype, rules, capability, default)
+    states = any(isinstance(cache, STATES) for cache in caches)
     caching = rules.prefix_caching(
-        has_states=states, has_attention=any(not isinstance(item.cache, STATES) for item in spec.layers)
+        has_states=states, has_attention=any(not isinstance(cache, STATES) for cache in caches)
+    )
+    conv_dtype, state_dtype = rules.state_dtypes(caches)
+    eager = resolver.choose("enforce_eager", False, default)
+    share = rules.memory_share(
+        memory_bytes=_memory_bytes(gpu, options),
+        ranks=ranks.tensor * ranks.pipeline,
+        max_num_batched_tokens=batch,
+        enforce_eager=eager,
+        caches=caches,
     )
     return Deployment(
         seq=1,
         max_model_len=length,
         cache=CacheFormat(
             dtype=dtype,
-            kv_cache_dtype=kv_dtype,
+            kv_cache_dtype=kv_form,
             tensor_parallel_size=ranks.tensor,
             decode_context_parallel_size=context,
             num_speculative_tokens=drafts.tokens,
-            mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype"),
-            mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype"),
+            mamba_cache_dtype=_state_dtype(resolver, "mamba_cache_dtype") or conv_dtype,
+            mamba_ssm_cache_dtype=_state_dtype(resolver, "mamba_ssm_cache_dtype") or state_dtype,
             latent_row_multiple=rules.latent_row_multiple,
             encoder_tokens=rules.encoder_tokens(batch, _encoder_length(spec)),
         ),
@@ -264,13 +275,12 @@ def _deployment(
         pipeline_parallel_size=ranks.pipeline,
         data_parallel_size=ranks.data,
         enable_expert_parallel=_expert_parallel(spec, resolver, default),
-        block_size=_block_size(spec, resolver, rules, kv_dtype, capability, default),
-        gpu_memory_utilization=resolver.choose(
-            "gpu_memory_utilization", rules.gpu_memory_utilization, default
-        ),
+        block_size=_block_size(spec, resolver, rules, kv_form, capability, default),
+        gpu_memory_utilization=resolver.choose("gpu_memory_utilization", share, default),
         max_num_seqs=seqs,
+        is_max_num_seqs_given=options.max_num_seqs is not None,
         max_num_batched_tokens=batch,
-        enforce_eager=resolver.choose("enforce_eager", False, default),
+        enforce_eager=eager,
         enable_prefix_caching=resolver.choose("enable_prefix_caching", caching, default),
         async_scheduling=resolver.choose("async_scheduling", rules.async_scheduling(drafts.method), default),
         hybrid_kv_cache_manager=not resolver.choose("disable_hybrid_kv_cache_manager", False, default),
@@ -291,15 +301,20 @@ class _Ranks(NamedTuple):
     data: int
 
 
-def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str) -> _Ranks:
-    """Degrees of parallelism; a number of GPUs alone is tensor parallel."""
+def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spreads_layers: bool) -> _Ranks:
+    """Degrees of parallelism; a number of GPUs alone is tensor parallel, or stages if the engine spreads layers."""
     options: ServingOptions = resolver.options
     names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
     none_given = all(getattr(options, name) is None for name in names)
-    tensor = resolver.choose("tensor_parallel_size", gpu_count if gpu_count and none_given else 1, default)
-    if gpu_count and none_given:
-        resolver.note("tensor_parallel_size", tensor, "--gpu", given=True)
+    tensor = resolver.choose("tensor_parallel_size", 1, default)
     pipeline = resolver.choose("pipeline_parallel_size", 1, default)
+    if gpu_count and none_given:
+        if spreads_layers:
+            pipeline = gpu_count
+        else:
+            tensor = gpu_count
+        name = names[1 if spreads_layers else 0]
+        resolver.note(name, gpu_count, "--gpu", given=True)
     data = resolver.choose("data_parallel_size", 1, default)
     needed = tensor * pipeline * data
     if gpu_count is not None and gpu_count != needed:
@@ -444,9 +459,9 @@ def _lora(resolver: Resolver[Any], default: str) -> LoraSlots | None:
 
 
 def choose_batch_limits(
-    resolver: Resolver[Any], rules: VllmRules, defaults: tuple[int, int], max_model_len: int, source: str
+    resolver: Resolver[Any], rules: EngineRules, defaults: tuple[int, int], max_model_len: int, source: str
 ) -> tuple[int, int]:
-    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as vLLM does."""
+    """``(max_num_batched_tokens, max_num_seqs)``: given, or fitted to the longest sequence as the engine does."""
     batch, seqs = defaults
     batch = rules.fitted_batch(
         batch,
@@ -455,7 +470,9 @@ def choose_batch_limits(
         chunked_prefill=getattr(resolver.options, "enable_chunked_prefill", None) is not False,
     )
     batch = resolver.choose("max_num_batched_tokens", batch, source)
-    return batch, resolver.choose("max_num_seqs", min(seqs, batch), source)
+    if rules.batch_holds_sequences:
+        seqs = min(seqs, batch)
+    return batch, resolver.choose("max_num_seqs", seqs, source)
 
 
 def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
@@ -496,56 +513,33 @@ def _dtype(spec: ModelSpec, resolver: Resolver[Any], default: str) -> str:
     return alias
 
 
-def _kv_dtype(
-    spec: ModelSpec, resolver: Resolver[Any], dtype: str, rules: VllmRules, capability: str | None
+def _kv_form(
+    spec: ModelSpec,
+    resolver: Resolver[Any],
+    dtype: str,
+    rules: EngineRules,
+    capability: str | None,
+    default: str,
 ) -> str:
-    """The form of the KV cache: given, the checkpoint's own, or the model's dtype; sparse latents pack theirs."""
-    asked = resolver.choose("kv_cache_dtype", "auto", f"default of vllm {rules.version}")
-    if asked != "auto" and asked not in KV_CACHE_DTYPES:
-        raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
-    if asked != "auto" and not rules.takes_kv_dtype(asked):
-        raise InputError(
-            f"vllm {rules.version} has no KV cache of the form {asked}",
-            where="--kv-cache-dtype",
-            hint="use auto, fp8 or a newer version (--engine)",
-        )
-    chosen, why = asked, ""
-    if asked == "auto" and spec.kv_cache_dtype is not None:
-        chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
-    if any(isinstance(item.cache, CompressedLatent) for item in spec.layers):
-        if asked in ("auto", "fp8", "fp8_e4m3"):
-            chosen, why = "fp8_ds_mla", "the form of compressed latents"
-    elif any(isinstance(item.cache, SparseIndexer) for item in spec.layers):
-        packed = rules.sparse_latent_dtype(chosen, capability, spec.architecture)
-        if packed != chosen:
-            chosen, why = packed, "the form of sparse latents"
-    if chosen == "auto":
-        chosen, why = dtype, "as dtype"
+    """The form of the KV cache, in the engine's words."""
+    asked = resolver.choose("kv_cache_dtype", "auto", default)
+    form, why = rules.kv_form(asked, spec=spec, dtype=dtype, compute_capability=capability)
     if why:
-        resolver.spell_out("kv_cache_dtype", chosen, why)
-    return chosen
+        resolver.spell_out("kv_cache_dtype", form, why)
+    return form
 
 
 def _block_size(
     spec: ModelSpec,
     resolver: Resolver[Any],
-    rules: VllmRules,
-    kv_dtype: str,
+    rules: EngineRules,
+    kv_form: str,
     capability: str | None,
     default: str,
 ) -> int:
     caches = [item.cache for item in spec.layers]
-    size, why = _DEFAULT_BLOCK_SIZE, default
-    if any(isinstance(cache, CompressedLatent) for cache in caches):
-        size, why = _COMPRESSED_BLOCK_SIZE, f"{default} for compressed latents"
-    elif any(isinstance(cache, LatentAttention) for cache in caches):
-        size = rules.latent_block_size(
-            capability,
-            sparse=any(isinstance(cache, SparseIndexer) for cache in caches),
-            fp8=kv_dtype.startswith("fp8"),
-        )
-        why = f"{default} for latent attention"
-    chosen = resolver.choose("block_size", size, why)
+    size, special = rules.default_block_size(caches, kv_form, capability)
+    chosen = resolver.choose("block_size", size, f"{default} for {special}" if special else default)
     ratio = math.lcm(*(cache.tokens_per_state for cache in caches if isinstance(cache, CompressedLatent)))
     if chosen % ratio:
         raise InputError(
@@ -592,6 +586,11 @@ def find_gpu(text: str | None) -> tuple[Gpu | None, int | None]:
     if count == 0:
         raise InputError(f'"{text}" names no GPU', where="--gpu", hint="write 1x or more")
     return load_gpu(match.group(2)), count
+
+
+def _memory_bytes(gpu: Gpu | None, options: ServingOptions) -> int | None:
+    given = size_in_bytes(options.gpu_memory, "gpu_memory")
+    return given if given is not None or gpu is None else gpu.memory_bytes
 
 
 def _gpu_budget(gpu: Gpu | None, options: ServingOptions, deployment: Deployment) -> GpuBudget | None:

@@ -42,6 +42,9 @@ MEMORY = {
     "kv_pool": 6,
     "concurrency": 7,
     "sizing": 8,
+    "kept_layers": 7,
+    "pools": 8,
+    "engine_sizing": 9,
     "explain": 9,
 }
 SCHEDULING = {

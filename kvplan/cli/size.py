@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -85,7 +86,14 @@ def size(
     max_loras: shared.MaxLoras = None,
     max_lora_rank: shared.MaxLoraRank = None,
     enable_prefix_caching: shared.EnablePrefixCaching = None,
-    engine: shared.Engine = None,
+    engine: Annotated[
+        str | None,
+        typer.Option(
+            "--engine",
+            metavar="NAME[@VERSION][,...]",
+            help="Whose rules, such as vllm@0.24 (the newest vllm); several are shown side by side.",
+        ),
+    ] = None,
     margin: shared.Margin = None,
     vllm_command: shared.VllmCommand = None,
     from_: shared.From = None,
@@ -99,7 +107,7 @@ def size(
     json: shared.Json = False,
 ) -> None:
     """KV-cache bytes, blocks and weights of a model, and what fits on a GPU."""
-    from kvplan.jobs.size import names_several_gpus, size_on, size_with
+    from kvplan.jobs.size import engine_names, names_several_gpus, size_on, size_with
     from kvplan.options import SizeOptions
 
     options = shared.from_params(SizeOptions, ctx.params)
@@ -118,22 +126,24 @@ def size(
         raise InputError(
             "no model is named", where="kvplan size", hint="give a MODEL; kvplan models lists them"
         )
-    by_model: list[list[SizeResult]] = []
-    for name in names:
+    engines = engine_names(options.engine) if options.engine is not None else [None]
+    columns: list[list[SizeResult]] = []
+    for name, engine_name in product(names, engines):
+        chosen = replace(options, engine=engine_name)
         if options.gpu is not None and names_several_gpus(options.gpu):
-            results = size_on(name, options.gpu, options, origins, seq_sets_length=command is None)
+            results = size_on(name, options.gpu, chosen, origins, seq_sets_length=command is None)
         else:
-            results = [size_with(name, options, origins, seq_sets_length=command is None)]
-        by_model.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
-    everything = [result for results in by_model for result in results]
+            results = [size_with(name, chosen, origins, seq_sets_length=command is None)]
+        columns.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
+    everything = [result for results in columns for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
         shared.warn(warning)
     if json:
         documents = [r.to_dict(explain=explain) for r in everything]
         shared.print_json(documents[0] if len(documents) == 1 else {"results": documents})
     else:
-        _print(by_model, explain=explain)
-    if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in by_model):
+        _print(columns, explain=explain)
+    if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in columns):
         raise typer.Exit(1)
 
 
@@ -165,12 +175,13 @@ def _command(
     return None
 
 
-def _print(by_model: list[list[SizeResult]], *, explain: bool) -> None:
+def _print(columns: list[list[SizeResult]], *, explain: bool) -> None:
+    """A model by an engine is a column, or on several GPUs a table of its own."""
     from kvplan.report import Report
 
     report = Report()
-    if len(by_model[0]) > 1:
-        for results in by_model:
+    if len(columns[0]) > 1:
+        for results in columns:
             report.gpu_ranking(results)
     else:
-        report.size([results[0] for results in by_model], explain=explain)
+        report.size([results[0] for results in columns], explain=explain)

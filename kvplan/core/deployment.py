@@ -34,6 +34,8 @@ class Deployment(NamedTuple):
     block_size: int = 16
     gpu_memory_utilization: float = 0.92
     max_num_seqs: int = 256
+    #: Some engines do other things with a limit that was asked for than with their own.
+    is_max_num_seqs_given: bool = False
     max_num_batched_tokens: int = 2048
     enforce_eager: bool = False
     enable_prefix_caching: bool = True

@@ -14,12 +14,8 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     describe,
 )
+from kvplan.core.kv_pool import Formulas
 from kvplan.core.sizing import Capacity, KvSizes, Plan, WeightSizes
-
-_PAGES = "v1/kv_cache_interface.py"
-_STATES = "model_executor/layers/mamba/mamba_utils.py"
-_GROUPS = "v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py"
-_BUDGET = "v1/worker/gpu_worker.py"
 
 
 def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | None) -> list[str]:
@@ -27,14 +23,14 @@ def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | 
     deployment = plan.deployment
     whole = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
     lines = [f"by the rules of {deployment.engine} {deployment.version}".rstrip()]
-    lines += [_cache_line(cache, count, whole) for cache, count in plan.spec.attention]
+    lines += [_cache_line(cache, count, whole, plan.pool.formulas) for cache, count in plan.spec.attention]
     if deployment.drafts:
         lines.append(f"the draft adds {len(deployment.drafts)} caches of its own")
     lines.append(
         f"fixed per sequence (full windows and states) = {kv.fixed_bytes_per_sequence:,}; "
         f"growth per token = {kv.bytes_per_token:,}"
     )
-    lines += _group_lines(kv)
+    lines += _group_lines(plan, kv)
     lines.append(
         f"payload of a sequence of {deployment.seq:,} tokens = {kv.bytes_per_sequence:,}; in whole blocks "
         f"{kv.allocated_bytes_per_sequence:,}"
@@ -62,25 +58,25 @@ def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | 
     return lines
 
 
-def _cache_line(cache: Cache, count: int, form: CacheFormat) -> str:
+def _cache_line(cache: Cache, count: int, form: CacheFormat, formulas: Formulas) -> str:
     fields = ", ".join(f"{name} {value}" for name, value in describe(cache).items() if name != "kind")
     if isinstance(cache, STATES):
         size = cache.page_bytes(1, form)
-        return f"{count} x {cache.kind} ({fields}): {size:,} bytes of state in each layer [{_STATES}]"
+        return f"{count} x {cache.kind} ({fields}): {size:,} bytes of state in each layer [{formulas.states_source}]"
     if isinstance(cache, (FullAttention, SlidingWindow)) and form.kv_cache_dtype in KV_DTYPE_BYTES:
         element = KV_DTYPE_BYTES[form.kv_cache_dtype]
         size = cache.page_bytes(1, form)
         return (
             f"{count} x {cache.kind} ({fields}): KV heads x (key + value size) x element bytes = "
             f"{cache.num_kv_heads} x ({cache.head_dim} + {cache.value_size}) x {element} = {size:,} bytes per token "
-            f"in each layer [{_PAGES}]"
+            f"in each layer [{formulas.pages_source}]"
         )
     one = cache.payload_bytes(128, form)
     per_token = f"{one // 128:,}" if one % 128 == 0 else f"{one / 128:,.2f}"
-    return f"{count} x {cache.kind} ({fields}): {per_token} bytes per token in each layer [{_PAGES}]"
+    return f"{count} x {cache.kind} ({fields}): {per_token} bytes per token in each layer [{formulas.pages_source}]"
 
 
-def _group_lines(kv: KvSizes) -> list[str]:
+def _group_lines(plan: Plan, kv: KvSizes) -> list[str]:
     lines = []
     for group in kv.groups:
         page = (
@@ -91,10 +87,10 @@ def _group_lines(kv: KvSizes) -> list[str]:
             f"group of {group.layers} {group.kind} layers{f' and {padding} of padding' if padding else ''}: "
             f"{page} for {group.block_size:,} tokens, {group.blocks_per_sequence:,} blocks for the sequence"
         )
-    blocks = sum(group.blocks_per_sequence for group in kv.groups)
+    formulas = plan.pool.formulas
     lines.append(
-        f"bytes per block = the widest group's = {kv.bytes_per_block:,}; blocks of the sequence in all groups = "
-        f"{blocks:,} [{_GROUPS}]"
+        f"bytes per block = {formulas.block} = {kv.bytes_per_block:,}; blocks of the sequence in all groups = "
+        f"{plan.pool.blocks(plan.deployment.seq):,} [{formulas.groups_source}]"
     )
     return lines
 
@@ -103,24 +99,29 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
     lines = []
     deployment = plan.deployment
     rank = capacity.ranks[capacity.limiting_rank]
-    overhead = capacity.overhead_bytes
+    overhead, formulas = capacity.overhead_bytes, plan.pool.formulas
     if overhead is not None:
         lines.append(
             f"overhead ({deployment.margin}, estimated) = activations {overhead.activations:,} + CUDA graphs "
             f"{overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to {overhead.high:,} "
-            "[counted from shapes and start-up logs, docs/memory.md]"
+            f"[{formulas.overhead_source}]"
+        )
+        budget = formulas.budget.format(
+            utilization=deployment.gpu_memory_utilization,
+            weights=f"{rank.weights_bytes:,}",
+            extras=f"{rank.extra_bytes:,}",
+            overhead=f"{overhead.total(deployment.margin):,}",
         )
         lines.append(
-            f"available for KV = ceil(memory x {deployment.gpu_memory_utilization}) - weights "
-            f"{rank.weights_bytes:,} - rotary tables and LoRA slots {rank.extra_bytes:,} - overhead "
-            f"{overhead.total(deployment.margin):,} = "
-            f"{capacity.available_kv_bytes:,} [{_BUDGET}]"
+            f"available for KV = {budget} = {capacity.available_kv_bytes:,} [{formulas.budget_source}]"
         )
     null = ", one of them the null block" if plan.pool.null_blocks else ""
-    lines.append(
-        f"blocks = available // bytes per block = {capacity.available_kv_bytes:,} // {rank.bytes_per_block:,} = "
-        f"{rank.num_blocks:,}{null} [{_GROUPS}]"
+    blocks = formulas.blocks.format(
+        available=f"{capacity.available_kv_bytes:,}",
+        block=f"{rank.bytes_per_block:,}",
+        tokens=plan.pool.block_size,
     )
+    lines.append(f"blocks = {blocks} = {rank.num_blocks:,}{null} [{formulas.groups_source}]")
     if len(capacity.ranks) > 1:
         lines.append(
             f"stage {capacity.limiting_rank} of {len(capacity.ranks)} has the fewest: all have "

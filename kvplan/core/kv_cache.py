@@ -23,10 +23,31 @@ KV_DTYPE_BYTES = {
     "fp8_e5m2": 1,
     "fp8_inc": 1,
 }
+#: Plain forms of every engine; int8 with one scale for the tensor is TensorRT-LLM's.
+_ELEMENT_BYTES = {**KV_DTYPE_BYTES, "int8": 1}
 _PER_TOKEN_HEAD = {"int8_per_token_head": 1.0, "fp8_per_token_head": 1.0, "int4_per_token_head": 0.5}
 _LATENT_PACKED = {"fp8_ds_mla": 656, "nvfp4_ds_mla": 352}
 #: Every form of the cache whose bytes are known.
 KV_CACHE_DTYPES = (*KV_DTYPE_BYTES, *_PER_TOKEN_HEAD, "nvfp4", *_LATENT_PACKED)
+
+#: ggml's types for keys and values in llama.cpp: ``(elements of a block, its bytes)`` (ggml/src/ggml-common.h).
+#: ``q8_0`` is both keys' and values', ``q8_0/q4_0`` the keys' and the values'.
+GGML_TYPES = {
+    "f32": (1, 4),
+    "f16": (1, 2),
+    "bf16": (1, 2),
+    "q8_0": (32, 34),
+    "q5_1": (32, 24),
+    "q5_0": (32, 22),
+    "q4_1": (32, 20),
+    "q4_0": (32, 18),
+    "iq4_nl": (32, 18),
+    "q1_0": (128, 18),
+}
+#: SGLang's 4 bits with one byte of scale for 16 elements (MHATokenToKVPoolFP4, MLATokenToKVPoolFP4).
+_FP4_BLOCK = "fp4_mx_block16"
+#: SGLang's 8 bits with one byte of scale for 32 elements (pool_configurator.py).
+_MXFP8 = "mxfp8"
 
 #: Two fp32 scales beside the key and value of each head (``TritonAttentionBackend.customize_spec``).
 _SCALES_PER_HEAD = 8
@@ -57,7 +78,12 @@ class CacheFormat(NamedTuple):
     @property
     def element_bytes(self) -> int:
         """Bytes of one element of a plain KV cache."""
-        return KV_DTYPE_BYTES[self.kv_cache_dtype]
+        return _ELEMENT_BYTES[self.kv_cache_dtype]
+
+    @property
+    def is_ggml(self) -> bool:
+        """Whether keys and values have types of ggml."""
+        return self.kv_cache_dtype.partition("/")[0] in GGML_TYPES
 
 
 class Reservation(NamedTuple):
@@ -248,9 +274,14 @@ class LatentAttention(NamedTuple):
         packed = _LATENT_PACKED.get(form.kv_cache_dtype)
         if packed is not None:
             return packed
-        if form.kv_cache_dtype not in KV_DTYPE_BYTES:
-            raise _no_form(form.kv_cache_dtype, "latent attention")
         elements = self.kv_lora_rank + self.qk_rope_head_dim
+        if form.is_ggml:
+            # A latent is a key alone: the value is a part of it (llama-kv-cache.cpp, no V for MLA).
+            return _ggml_bytes(elements, _ggml_types(form)[0])
+        if form.kv_cache_dtype == _FP4_BLOCK:
+            return elements // 2 + elements // 16
+        if form.kv_cache_dtype not in _ELEMENT_BYTES:
+            raise _no_form(form.kv_cache_dtype, "latent attention")
         return _cdiv(elements, form.latent_row_multiple) * form.latent_row_multiple * form.element_bytes
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
@@ -276,12 +307,13 @@ class SparseIndexer(NamedTuple):
         return "indexer"
 
     def page_bytes(self, block_size: int, form: CacheFormat) -> int:
-        """Tokens x (key bytes + scales), whatever the cache's dtype."""
-        return block_size * self.row_bytes
+        """Tokens x (key bytes + scales), whatever the cache's dtype; in llama.cpp a key of its type."""
+        return block_size * self.row_bytes(form)
 
-    @property
-    def row_bytes(self) -> int:
+    def row_bytes(self, form: CacheFormat) -> int:
         """Bytes of one token."""
+        if form.is_ggml:
+            return _ggml_bytes(self.index_head_dim, _ggml_types(form)[0])
         return self.index_head_dim + self.index_head_dim // 128 * 4
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
@@ -290,7 +322,7 @@ class SparseIndexer(NamedTuple):
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """All tokens."""
-        return _shared(length, form) * self.row_bytes
+        return _shared(length, form) * self.row_bytes(form)
 
 
 # DeepSeek-V4: latents of several tokens in one state, beside a window of plain ones
@@ -669,12 +701,36 @@ def _heads_bytes(num_kv_heads: int, key: int, value: int, form: CacheFormat) -> 
     if dtype in _PER_TOKEN_HEAD:
         packed = key // 2 + value // 2 if dtype.startswith("int4") else key + value
         return heads * (packed + _SCALES_PER_HEAD)
+    if form.is_ggml:
+        of_keys, of_values = _ggml_types(form)
+        return _ggml_bytes(heads * key, of_keys) + _ggml_bytes(heads * value, of_values)
+    if dtype in (_FP4_BLOCK, _MXFP8):
+        elements = heads * (key + value)
+        return elements // 2 + elements // 16 if dtype == _FP4_BLOCK else elements + elements // 32
     if dtype == "nvfp4":
         # Packed halves and one fp8 scale for 16 elements, keys and values in slots of their own.
         return heads * (key // 2 + key // 16 + value // 2 + value // 16)
-    if dtype not in KV_DTYPE_BYTES:
+    if dtype not in _ELEMENT_BYTES:
         raise _no_form(dtype, "attention with keys and values")
     return heads * (key + value) * form.element_bytes
+
+
+def _ggml_types(form: CacheFormat) -> tuple[str, str]:
+    """The types of keys and of values."""
+    keys, _, values = form.kv_cache_dtype.partition("/")
+    return keys, values or keys
+
+
+def _ggml_bytes(elements: int, ggml_type: str) -> int:
+    """Bytes of a row: whole blocks of its type (ggml.c ``ggml_row_size``)."""
+    size, block_bytes = GGML_TYPES[ggml_type]
+    if elements % size:
+        raise InputError(
+            f"rows of {elements:,} elements are no whole blocks of {size} of {ggml_type}",
+            where="--kv-cache-dtype",
+            hint="use f16",
+        )
+    return elements // size * block_bytes
 
 
 def _no_form(dtype: str, kind: str) -> InputError:

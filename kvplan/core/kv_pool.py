@@ -1,11 +1,12 @@
 """The pool of KV memory of one engine: how large a block is and how many a sequence takes.
 
-`VllmPool` is vLLM's, by the rules of a version. Other engines have pools of their own with the same interface; see
-`kvplan.core.other_pools`.
+`VllmPool` is vLLM's, by the rules of a version. Other engines have pools of their own with the same interface, in
+`kvplan.core.pools`.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple, Protocol
 
 from kvplan.core.deployment import Deployment, Stage, pipeline_stages
@@ -47,8 +48,41 @@ class GroupSize(NamedTuple):
     blocks_per_sequence: int
 
 
+class Share(NamedTuple):
+    """What a pool makes of its memory on one rank.
+
+    ``pool_bytes`` is what it takes, which some engines round up beyond the memory given. ``sequences`` is how many
+    have a place in what is kept beside the blocks, such as states; None: as many as the blocks allow.
+    """
+
+    num_blocks: int
+    pool_bytes: int
+    sequences: int | None = None
+
+
+class Formulas(NamedTuple):
+    """How a pool reckons, in words, and the files of the engine that say so; for explanations.
+
+    ``budget`` has the fields ``utilization``, ``weights``, ``extras`` and ``overhead``; ``blocks`` those
+    ``available``, ``block`` and ``tokens`` (of a block).
+    """
+
+    budget: str
+    block: str
+    blocks: str
+    pages_source: str
+    states_source: str
+    groups_source: str
+    budget_source: str
+    overhead_source: str
+
+
 class Pool(Protocol):
     """What sizing asks of an engine. Lengths are tokens, sizes bytes on one rank."""
+
+    @property
+    def formulas(self) -> Formulas:
+        """Its rules in words."""
 
     @property
     def block_size(self) -> int:
@@ -63,6 +97,15 @@ class Pool(Protocol):
 
     def blocks(self, length: int) -> int:
         """Blocks that a sequence of this length is given at most."""
+
+    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
+        """Bytes that a sequence of this length holds: whole blocks, and what is kept beside them."""
+
+    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
+        """Memory for KV of a GPU's, where ``used_bytes`` are taken by weights and overhead; may be negative."""
+
+    def share(self, available_bytes: int, stage: Stage) -> Share:
+        """What a stage makes of so much memory for KV."""
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """The groups, with their blocks for a sequence of this length."""
@@ -140,6 +183,17 @@ class VllmPool:
         )
 
     null_blocks = 1
+    formulas = Formulas(
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
+        "overhead {overhead}",
+        block="the widest group's",
+        blocks="available // bytes per block = {available} // {block}",
+        pages_source="v1/kv_cache_interface.py",
+        states_source="model_executor/layers/mamba/mamba_utils.py",
+        groups_source="v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py",
+        budget_source="v1/worker/gpu_worker.py",
+        overhead_source="counted from shapes and start-up logs, docs/memory.md",
+    )
 
     def _stored(self, item: LayerCache) -> LayerCache:
         """The cache as this version stores it: older ones give values the size of keys (kv_cache_interface.py)."""
@@ -194,6 +248,20 @@ class VllmPool:
     def blocks(self, length: int) -> int:
         """Blocks that a sequence is given at most: every group takes its own."""
         return blocks_per_sequence(self.page_groups, self._need(length), self._form)
+
+    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
+        """Whole blocks: there is nothing beside them."""
+        return self.bytes_per_block(stage) * self.blocks(length)
+
+    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
+        """What the utilization leaves: ceil(memory x utilization) - used (v1/worker/gpu_worker.py)."""
+        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
+
+    def share(self, available_bytes: int, stage: Stage) -> Share:
+        """Whole blocks (v1/core/kv_cache_planning.py)."""
+        block = self.bytes_per_block(stage)
+        blocks = available_bytes // block if block else 1
+        return Share(blocks, blocks * block)
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """The groups, with their blocks for a sequence of this length."""

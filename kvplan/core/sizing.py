@@ -126,6 +126,7 @@ class Capacity:
     taken_kv_bytes: int
     unused_bytes: int | None
     overhead_bytes: Overhead | None
+    overhead_is_guess: bool
     num_gpu_blocks: int
     usable_blocks: int
     kv_cache_tokens: int
@@ -218,7 +219,7 @@ class Plan:
             ),
             bytes_per_block=block,
             bytes_per_sequence=sequence,
-            allocated_bytes_per_sequence=block * pool.blocks(seq),
+            allocated_bytes_per_sequence=pool.allocated_bytes(seq, stage),
             total_bytes=sequence * self.deployment.concurrency,
             groups=tuple(
                 KvGroup(
@@ -330,15 +331,16 @@ class Budget(NamedTuple):
     gpu: GpuBudget | None
     #: Of each stage; empty where KV memory or blocks are given.
     overheads: tuple[Overhead, ...]
+    #: Whether they were held against too few logs to trust a yes on which both ends agree.
+    is_guess: bool = False
 
 
 def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     """What fits into a GPU's budget, a given KV memory or a given number of blocks.
 
     ``fits``: the engine starts at ``max_model_len`` and ``concurrency`` sequences of ``seq`` tokens are resident
-    at once. vLLM: requested = ceil(memory x utilization) (v1/worker/gpu_worker.py), blocks = available // bytes per
-    block on each rank, and the smallest rank decides (v1/core/kv_cache_planning.py). Raises `InputError` if the
-    weights' size is needed and not known.
+    at once. The pool says what is left for KV and how many blocks that makes on each rank; the smallest rank
+    decides. Raises `InputError` if the weights' size is needed and not known.
     """
     deployment, pool = plan.deployment, plan.pool
     weights = [stage_weights(plan.spec, deployment, stage) for stage in plan.stages]
@@ -361,21 +363,20 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         fits_confidence="exact"
         if not budget.overheads
         else "likely"
-        if len({verdict.fits for verdict in verdicts.values()}) == 1
+        if len({verdict.fits for verdict in verdicts.values()}) == 1 and not (chosen.fits and budget.is_guess)
         else "uncertain",
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
         available_kv_bytes=available,
-        taken_kv_bytes=deployment.concurrency * per_sequence * block_bytes,
-        unused_bytes=budget.gpu.memory_bytes - _requested(budget.gpu, deployment)
-        if budget.gpu and budget.overheads
-        else None,
+        taken_kv_bytes=deployment.concurrency * pool.allocated_bytes(deployment.seq, plan.stages[limiting]),
+        unused_bytes=blocks[limiting].unused_bytes,
         overhead_bytes=budget.overheads[limiting] if budget.overheads else None,
+        overhead_is_guess=bool(budget.overheads) and budget.is_guess,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,
         kv_cache_tokens=tokens,
         max_concurrency=concurrency,
-        concurrent_sequences=usable // per_sequence if per_sequence else 0,
+        concurrent_sequences=_at_once(usable, per_sequence, _places(blocks)),
         max_model_len_that_fits=_longest_that_fits(plan, num_blocks),
         headroom_bytes=spare * block_bytes,
         headroom_share=spare / usable if usable else None,
@@ -420,15 +421,15 @@ def fits(plan: Plan, budget: Budget) -> bool:
 class _StageBlocks(NamedTuple):
     available_kv_bytes: int
     num_blocks: int
+    pool_bytes: int
+    sequences: int | None = None
+    #: What the engine leaves to others of a budget.
+    unused_bytes: int | None = None
 
 
 class _Verdict(NamedTuple):
     fits: bool
     reason: str
-
-
-def _requested(gpu: GpuBudget, deployment: Deployment) -> int:
-    return math.ceil(gpu.memory_bytes * deployment.gpu_memory_utilization)
 
 
 def _stage_blocks(
@@ -440,8 +441,9 @@ def _stage_blocks(
         block = plan.pool.bytes_per_block(stage)
         if deployment.num_gpu_blocks_override is not None:
             blocks = deployment.num_gpu_blocks_override
-            found.append(_StageBlocks(blocks * block, blocks))
+            found.append(_StageBlocks(blocks * block, blocks, blocks * block))
             continue
+        unused = None
         if deployment.kv_cache_memory_bytes is not None:
             available = deployment.kv_cache_memory_bytes
         else:
@@ -453,11 +455,24 @@ def _stage_blocks(
                     where=f"model {plan.spec.name}",
                     hint="give a folder with its *.safetensors files, or --kv-cache-memory-bytes",
                 )
-            requested = _requested(budget.gpu, deployment)
-            extras = stage_extras(plan.spec, deployment, stage)
-            available = requested - held - extras - budget.overheads[i].total(margin)
-        found.append(_StageBlocks(available, available // block if block else 1))
+            used = held + stage_extras(plan.spec, deployment, stage) + budget.overheads[i].total(margin)
+            available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
+            unused = budget.gpu.memory_bytes - used - available
+        share = plan.pool.share(available, stage)
+        found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences, unused))
     return found
+
+
+def _places(stages: Sequence[_StageBlocks]) -> int | None:
+    """Sequences that have a place beside the blocks on every rank; None: no limit but the blocks."""
+    return min((item.sequences for item in stages if item.sequences is not None), default=None)
+
+
+def _at_once(usable: int, per_sequence: int, places: int | None) -> int:
+    """Sequences that are resident at once: as many as have blocks and a place beside them."""
+    if not per_sequence:
+        return places or 0
+    return usable // per_sequence if places is None else min(usable // per_sequence, places)
 
 
 def _verdict(
@@ -468,8 +483,10 @@ def _verdict(
     num_blocks = min(item.num_blocks for item in stages)
     if not budget.overheads and budget.gpu is not None:
         # A given pool bypasses the budget, but not the memory of the GPU.
-        for stage, held in zip(plan.stages, weights, strict=True):
-            bytes_needed = (held or 0) + num_blocks * pool.bytes_per_block(stage)
+        for stage, held, item in zip(plan.stages, weights, stages, strict=True):
+            # The smallest rank decides how many blocks all have; what is beside the blocks stays.
+            spared = (item.num_blocks - num_blocks) * pool.bytes_per_block(stage)
+            bytes_needed = (held or 0) + item.pool_bytes - spared
             if bytes_needed > budget.gpu.memory_bytes:
                 return _Verdict(
                     False,
@@ -498,6 +515,13 @@ def _verdict(
             False,
             f"{deployment.concurrency:,} sequences are never resident at once: max_num_seqs is "
             f"{deployment.max_num_seqs:,}",
+        )
+    places = _places(stages)
+    if places is not None and deployment.concurrency > places:
+        return _Verdict(
+            False,
+            f"{deployment.concurrency:,} sequences are never resident at once: there are places for the states of "
+            f"{places:,}",
         )
     if needed > usable:
         return _Verdict(False, f"{asked} {needed:,} blocks, {usable:,} are usable")

@@ -9,13 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
-from kvplan.core.kv_cache import HEADS, STATES, LatentAttention
+from kvplan.core.kv_cache import (
+    HEADS,
+    KV_CACHE_DTYPES,
+    STATES,
+    Cache,
+    CompressedLatent,
+    LatentAttention,
+    SparseIndexer,
+)
 from kvplan.core.kv_groups import GroupRules
-from kvplan.errors import InputError
+from kvplan.core.model import ModelSpec
+from kvplan.errors import InputError, unknown_name
 
 NEWEST = (0, 33)
 _OLDEST = (0, 6)
@@ -55,12 +64,35 @@ _KV_DTYPES_SINCE = {
 }
 #: Tokens that a checkpoint of FlashInfer's delta net kernel is a multiple of (v1/attention/backends/gdn_attn.py).
 _DELTA_CHECKPOINT = 64
+_DEFAULT_BLOCK_SIZE = 16
+#: The default block of latents of several tokens (DeepSeek-V4, v1/attention/backends/mla/sparse_swa.py).
+_COMPRESSED_BLOCK_SIZE = 256
 
 
 class VllmRules(NamedTuple):
     """The rules of one version; ``number`` is its major and minor number."""
 
     number: tuple[int, int]
+
+    @property
+    def name(self) -> str:
+        """Of the engine."""
+        return "vllm"
+
+    @property
+    def missing_settings(self) -> frozenset[str]:
+        """Options that the engine has not: none, they are its own."""
+        return frozenset()
+
+    @property
+    def batch_holds_sequences(self) -> bool:
+        """Whether a step must have room for a token of every sequence."""
+        return True
+
+    @property
+    def spreads_layers(self) -> bool:
+        """Whether a number of GPUs alone means stages; else it means tensor parallel ranks."""
+        return False
 
     @property
     def version(self) -> str:
@@ -71,6 +103,18 @@ class VllmRules(NamedTuple):
     def gpu_memory_utilization(self) -> float:
         """The default (config/cache.py); it rose when graph memory began to be subtracted."""
         return 0.92 if self.number >= (0, 21) else 0.9
+
+    def memory_share(
+        self,
+        *,
+        memory_bytes: int | None,
+        ranks: int,
+        max_num_batched_tokens: int,
+        enforce_eager: bool,
+        caches: Sequence[Cache],
+    ) -> float:
+        """The default of ``--gpu-memory-utilization``, which depends on nothing else."""
+        return self.gpu_memory_utilization
 
     @property
     def subtracts_cuda_graphs(self) -> bool:
@@ -188,6 +232,55 @@ class VllmRules(NamedTuple):
         if not has_states:
             return True
         return has_attention and self.number >= (0, 26)
+
+    def state_dtypes(self, caches: Sequence[Cache]) -> tuple[str | None, str | None]:
+        """What convolutions and recurrent states are kept in by default: the model's own wish, or its dtype."""
+        return None, None
+
+    def kv_form(
+        self,
+        asked: str,
+        *,
+        spec: ModelSpec,
+        dtype: str,
+        compute_capability: str | None,
+    ) -> tuple[str, str]:
+        """``(form of the KV cache, why)``: given, the checkpoint's own, or the dtype; sparse latents pack theirs.
+
+        ``why`` is empty where the form is what was asked for. Raises `InputError` for a form that there is not.
+        """
+        if asked != "auto" and asked not in KV_CACHE_DTYPES:
+            raise unknown_name("KV-cache dtype", asked, [*KV_CACHE_DTYPES, "auto"], where="--kv-cache-dtype")
+        if asked != "auto" and not self.takes_kv_dtype(asked):
+            raise InputError(
+                f"vllm {self.version} has no KV cache of the form {asked}",
+                where="--kv-cache-dtype",
+                hint="use auto, fp8 or a newer version (--engine)",
+            )
+        caches = [item.cache for item in spec.layers]
+        chosen, why = asked, ""
+        if asked == "auto" and spec.kv_cache_dtype is not None:
+            chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
+        if any(isinstance(cache, CompressedLatent) for cache in caches):
+            if asked in ("auto", "fp8", "fp8_e4m3"):
+                chosen, why = "fp8_ds_mla", "the form of compressed latents"
+        elif any(isinstance(cache, SparseIndexer) for cache in caches):
+            packed = self.sparse_latent_dtype(chosen, compute_capability, spec.architecture)
+            if packed != chosen:
+                chosen, why = packed, "the form of sparse latents"
+        return (dtype, "as dtype") if chosen == "auto" else (chosen, why)
+
+    def default_block_size(
+        self, caches: Sequence[Cache], kv_form: str, compute_capability: str | None
+    ) -> tuple[int, str]:
+        """``(tokens of a block, of what if of something special)``."""
+        if any(isinstance(cache, CompressedLatent) for cache in caches):
+            return _COMPRESSED_BLOCK_SIZE, "compressed latents"
+        if any(isinstance(cache, LatentAttention) for cache in caches):
+            sparse = any(isinstance(cache, SparseIndexer) for cache in caches)
+            fp8 = kv_form.startswith("fp8")
+            return self.latent_block_size(compute_capability, sparse=sparse, fp8=fp8), "latent attention"
+        return _DEFAULT_BLOCK_SIZE, ""
 
     def state_mode(self, *, prefix_caching: bool, all_mamba: bool, drafts: bool) -> StateMode:
         """How many states a sequence keeps (model_executor/models/config.py).

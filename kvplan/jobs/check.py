@@ -176,7 +176,8 @@ def read_checks(path: str) -> list[PlannedCheck]:
             where=str(root.place),
             hint="write engine: vllm@0.33",
         )
-    if not isinstance(engine.value(), str) or "@" not in str(engine.value()):
+    # Of other engines there is one set of rules, so their name says all.
+    if not isinstance(engine.value(), str) or str(engine.value()).strip() in ("", "vllm"):
         raise InputError(
             f'engine is "{engine.value()}", without a version',
             where=str(engine.place),

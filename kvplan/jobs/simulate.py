@@ -330,6 +330,11 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     if scenario is not None:
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
+    engine = resolver.note_engine()
+    if engine.name != "vllm":
+        raise InputError(
+            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
+        )
     warnings: list[str] = []
     machine: _Machine | None = None
     if names_machine or options.num_gpu_blocks_override is None:
@@ -338,11 +343,6 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     else:
         _refuse_machine_options(options)
         config = _scheduler_config(resolver, _free_pool(resolver), scenario)
-    engine = resolver.note_engine()
-    if engine.name != "vllm":
-        raise InputError(
-            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
-        )
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()

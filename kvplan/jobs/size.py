@@ -8,12 +8,21 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from kvplan.config import list_gpus, load_model
+from kvplan.core.engine_sizing import engine_sizing
 from kvplan.core.explain import explain
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import Capacity, GpuBudget, KvSizes, WeightSizes
 from kvplan.errors import DoesNotFit, InputError
-from kvplan.options import Resolver, Settings, SizeOptions, check_options, flag, settings_dict
+from kvplan.options import (
+    Resolver,
+    Settings,
+    SizeOptions,
+    check_options,
+    flag,
+    parse_engine,
+    settings_dict,
+)
 from kvplan.serving import find_gpu, serve, would_fit
 
 
@@ -207,8 +216,10 @@ def _gpus_needed(
     """The least number of GPUs at which it fits and their degrees of parallelism; else the most that were tried."""
     sizes: dict[str, int] = {}
     refusal: InputError | None = None
+    engine = parse_engine(options.engine)
+    spreads = engine_sizing(engine.name, engine.version).rules.spreads_layers
     for tensor in range(1, _GPUS_OF_MACHINE + 1):
-        degrees = {"tensor_parallel_size": tensor}
+        degrees = {"pipeline_parallel_size" if spreads else "tensor_parallel_size": tensor}
         try:
             if _fits(spec, options, origins, gpu, degrees):
                 return tensor, degrees
@@ -219,6 +230,8 @@ def _gpus_needed(
     if not sizes:
         assert refusal is not None, "each size was refused"
         raise refusal
+    if spreads:
+        return sizes["pipeline_parallel_size"], sizes
     tensor = sizes["tensor_parallel_size"]
     for stages in range(2, min(spec.num_layers, _MOST_STAGES) + 1):
         degrees = {**sizes, "pipeline_parallel_size": stages}
@@ -272,6 +285,16 @@ def _listed_gpus(text: str) -> list[tuple[str, Gpu, int | None]]:
         assert gpu is not None, "a name was given"
         listed.append((name, gpu, count))
     return listed
+
+
+def engine_names(text: str) -> list[str]:
+    """The engines that ``--engine`` names, separated by commas: each once, checked, in the order given."""
+    names = [name.strip() for name in text.split(",")]
+    if not all(names):
+        raise InputError(f'"{text}" holds an empty name', where="--engine", hint="write NAME or NAME,NAME")
+    for name in names:
+        parse_engine(name)
+    return list(dict.fromkeys(names))
 
 
 def names_several_gpus(text: str | None) -> bool:

@@ -278,8 +278,8 @@ def test_a_name_is_no_path_where_no_such_file_is(cli: Cli, check: Check, tmp_pat
         ),
         (
             "version: 1\nengine: ¦sglang@0.5",
-            "not yet supported: engine sglang ({}, --engine)",
-            "use vllm@0.33",
+            "engine sglang has one set of rules, no version 0.5 ({}, --engine)",
+            "write sglang",
         ),
         (f"{HEAD}checks: ¦[]", "there is no check ({})", "write a list under checks:"),
         (f"¦{HEAD}", "there is no check ({})", "write a list under checks:"),

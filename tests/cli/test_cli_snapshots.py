@@ -20,6 +20,7 @@ COMMANDS = {
     "size-explain": "size llama-2-13b --seq 4096 --concurrency 10 --gpu a100-80gb --explain",
     "size-tensor-parallel": "size llama-3.1-70b --seq 8192 --gpu 4xh100-80gb --kv-cache-dtype fp8",
     "size-two-models": "size llama-2-13b llama-3.1-8b --seq 4096 --gpu a100-80gb",
+    "size-engines": "size llama-2-13b --gpu a100-80gb --engine vllm@0.33,vllm@0.24,sglang",
     "size-gpu-ranking": "size llama-3.1-8b --gpu l4,h100-80gb",
     "size-does-not-fit": "size llama-2-13b --seq 4096 --gpu l4",
     "simulate-scenario": "simulate 05_preempt_single.scenario.json",

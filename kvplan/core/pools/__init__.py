@@ -1,0 +1,1 @@
+"""Pools of the engines beside vLLM: each module has an engine's rules for defaults and its pool."""

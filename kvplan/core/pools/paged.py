@@ -1,0 +1,206 @@
+"""The plain formula of the vLLM paper (Kwon et al. 2023): fixed blocks over all layers, one table for each sequence.
+
+Section 4.1: a block holds the keys and values of a fixed number of tokens, in all layers. The paper knows no
+windows and no states: here layers with windows keep all tokens, as the first engines did, and what is of fixed size
+for a sequence is given whole blocks of its own. There is no null block.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.kept_layers import as_group
+from kvplan.core.kv_cache import (
+    KV_DTYPE_BYTES,
+    STATES,
+    Cache,
+    CacheFormat,
+    CompressorState,
+    CrossAttention,
+    LayerCache,
+)
+from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.model import ModelSpec
+from kvplan.core.overhead import Overhead, estimate_overhead
+from kvplan.errors import unknown_name
+
+#: The version whose profile run is taken for the paper's engine: the oldest whose overhead is known.
+_OVERHEAD_VERSION = "0.7"
+
+
+class PagedRules:
+    """Defaults of the paper's engine (vLLM 0.1: blocks of 16, a utilization of 0.9, 2,560 tokens, 256 sequences)."""
+
+    name = "paged"
+    version = ""
+    batch_holds_sequences = True
+    spreads_layers = False
+    latent_row_multiple = 1
+    missing_settings = frozenset(
+        {
+            "decode_context_parallel_size",
+            "enable_expert_parallel",
+            "mamba_cache_dtype",
+            "mamba_ssm_cache_dtype",
+            "disable_hybrid_kv_cache_manager",
+            "async_scheduling",
+            "num_speculative_tokens",
+            "speculative_method",
+            "speculative_model",
+            "enable_lora",
+            "max_loras",
+            "max_lora_rank",
+        }
+    )
+
+    def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
+        """``(max_num_batched_tokens, max_num_seqs)``."""
+        return 2560, 256
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """The batch does not follow the sequences."""
+        return batch
+
+    def async_scheduling(self, method: str | None) -> bool:
+        """Steps do not overlap in a way that memory depends on."""
+        return False
+
+    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
+        """The encoder's own longest input."""
+        return encoder_length or max_num_batched_tokens
+
+    def memory_share(
+        self,
+        *,
+        memory_bytes: int | None,
+        ranks: int,
+        max_num_batched_tokens: int,
+        enforce_eager: bool,
+        caches: Sequence[Cache],
+    ) -> float:
+        """The share of the memory that the engine may use."""
+        return 0.9
+
+    def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
+        """Shared prefixes are part of the paper (section 4.4)."""
+        return not has_states
+
+    def state_dtypes(self, caches: Sequence[Cache]) -> tuple[str | None, str | None]:
+        """The model's own wish, or its dtype."""
+        return None, None
+
+    def kv_form(
+        self,
+        asked: str,
+        *,
+        spec: ModelSpec,
+        dtype: str,
+        compute_capability: str | None,
+    ) -> tuple[str, str]:
+        """A plain element type; raises `InputError` for any other."""
+        if asked == "auto":
+            return dtype, "as dtype"
+        if asked not in KV_DTYPE_BYTES:
+            raise unknown_name("KV-cache dtype", asked, [*KV_DTYPE_BYTES, "auto"], where="--kv-cache-dtype")
+        return asked, ""
+
+    def default_block_size(
+        self, caches: Sequence[Cache], kv_form: str, compute_capability: str | None
+    ) -> tuple[int, str]:
+        """16, which the paper found best (section 7.2)."""
+        return 16, ""
+
+
+class PagedPool:
+    """Blocks of ``block_size`` tokens over all layers."""
+
+    null_blocks = 0
+    formulas = Formulas(
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables {extras} - overhead {overhead}",
+        block="block size x bytes of a token in all layers",
+        blocks="available // bytes per block = {available} // {block}",
+        pages_source="Kwon et al. 2023, section 4.1",
+        states_source="not in the paper: blocks of their own",
+        groups_source="Kwon et al. 2023, section 4.1",
+        budget_source="vLLM 0.1",
+        overhead_source="that of vLLM 0.7, docs/engines.md",
+    )
+
+    def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
+        self._deployment = deployment
+        self._form = form or deployment.cache
+        layers = [*spec.layers, *deployment.drafts]
+        fixed = (*STATES, CompressorState, CrossAttention)
+        self._rows: list[LayerCache] = [item for item in layers if not isinstance(item.cache, fixed)]
+        self._fixed: list[LayerCache] = [item for item in layers if isinstance(item.cache, fixed)]
+        self.block_size = deployment.block_size
+
+    def bytes_per_block(self, stage: Stage | None = None) -> int:
+        """Bytes of one block in all layers; of models that keep nothing by token, what is fixed for a sequence."""
+        rows = sum(
+            item.cache.page_bytes(self.block_size, self._form)
+            for item in self._rows
+            if stage is None or stage.holds(item.layer)
+        )
+        return rows if self._rows else self._fixed_bytes(stage)
+
+    def _fixed_bytes(self, stage: Stage | None) -> int:
+        return sum(
+            item.cache.payload_bytes(1, self._form)
+            for item in self._fixed
+            if stage is None or stage.holds(item.layer)
+        )
+
+    def blocks(self, length: int) -> int:
+        """Blocks for all tokens, and as many as hold what is fixed."""
+        if not self._rows:
+            return 1
+        return -(-length // self.block_size) + -(-self._fixed_bytes(None) // self.bytes_per_block())
+
+    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
+        """Whole blocks."""
+        return self.bytes_per_block(stage) * self.blocks(length)
+
+    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
+        """ceil(memory x utilization) - used."""
+        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
+
+    def share(self, available_bytes: int, stage: Stage) -> Share:
+        """Whole blocks."""
+        block = self.bytes_per_block(stage)
+        blocks = available_bytes // block if block else 1
+        return Share(blocks, blocks * block)
+
+    def groups(self, length: int) -> tuple[GroupSize, ...]:
+        """All layers in one group, and what is fixed."""
+        blocks = self.blocks(length)
+        tokens = -(-length // self.block_size) if self._rows else 0
+        return (
+            *as_group(self._rows, self._form, self.block_size, tokens),
+            *as_group(self._fixed, self._form, self.block_size, blocks - tokens),
+        )
+
+    def start_check_blocks(self, num_blocks: int) -> int:
+        """All blocks."""
+        return num_blocks
+
+    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
+        """Blocks x block size, and how many of the longest sequence they hold."""
+        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
+
+
+def paged_overhead(spec: ModelSpec, deployment: Deployment, compute_capability: str | None) -> Overhead:
+    """Memory beside weights and KV: that of an old vLLM, whose pool was the paper's."""
+    return estimate_overhead(
+        spec,
+        version=_OVERHEAD_VERSION,
+        max_num_batched_tokens=deployment.max_num_batched_tokens,
+        max_num_seqs=deployment.max_num_seqs,
+        dtype=deployment.dtype,
+        tensor_parallel_size=deployment.tensor_parallel_size,
+        pipeline_parallel_size=deployment.pipeline_parallel_size,
+        enforce_eager=deployment.enforce_eager,
+        compute_capability=compute_capability,
+    )
