@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
+    from kvplan.core.sizing import Capacity
     from kvplan.core.sizing import Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 
 _NARROWEST = 20
+#: Results that have room as columns beside each other; more are rows.
+_MOST_BESIDE = 3
 #: Characters of the longest bar.
 _BAR = 24
 
@@ -49,12 +52,15 @@ class Report:
         """The answer first, then where the memory goes; one result in detail, or several beside each other."""
         for line in dict.fromkeys(_assumptions(result.config) for result in results):
             self._say(line, style="dim")
-        for result in results:
-            self._answer(result, results)
-        if len(results) == 1 and results[0].capacity is not None:
-            self._memory(results[0])
-        self._facts(results)
-        for result in results:
+        if len(results) > _MOST_BESIDE:
+            self._compared(results)
+        else:
+            for result in results:
+                self._answer(result, results)
+            if len(results) == 1 and results[0].capacity is not None:
+                self._memory(results[0])
+            self._facts(results)
+        for result in results if len(results) <= _MOST_BESIDE or explain else ():
             self._ranks(result)
             self._groups(result)
             if explain:
@@ -186,6 +192,29 @@ class Report:
         for label in labels:
             table.add_row(label, *(column.get(label, "-") for column in columns))
         self.console.print(table)
+
+    def _compared(self, results: Sequence[SizeResult]) -> None:
+        """A row for each result, and below the table why some do not fit."""
+        first = results[0]
+        self.console.print()
+        self._say(_sequences(first.concurrency, first.seq), style="bold")
+        has_budget = any(result.capacity is not None for result in results)
+        budget = ("for KV, GiB", "tokens", "at once", "fits") if has_budget else ()
+        table = _table("", "KiB a token", "KV, GiB", "weights, GiB", *budget, keep_first=True)
+        table.columns[-1].no_wrap = True
+        for result in results:
+            kv = result.kv
+            table.add_row(
+                literal(_title(result, results)),
+                f"{kv.bytes_per_token / 1024:,.2f}",
+                _gib(kv.total_bytes),
+                _gib(result.weights.total_bytes),
+                *(_capacity_cells(result.capacity) if has_budget else ()),
+            )
+        self.console.print(table)
+        for result in results:
+            if result.capacity is not None and not result.capacity.fits:
+                self._say(f"{literal(_title(result, results))} does not fit: {_limit(result)}")
 
     def _ranks(self, result: SizeResult) -> None:
         """The stages of a pipeline, and what ranks hold that others hold too."""
@@ -528,6 +557,18 @@ def _is_replicated(rank: Rank) -> bool:
     """Whether other ranks hold KV of this one too, or weights worth a word: norms always are."""
     weights = rank.weights_bytes or 0
     return rank.replicated_bytes_per_token > 0 or (rank.replicated_weights_bytes or 0) * 100 > weights
+
+
+def _capacity_cells(capacity: Capacity | None) -> tuple[str, str, str, str]:
+    """Memory for KV, its tokens, sequences at once and the verdict."""
+    if capacity is None:
+        return "-", "-", "-", "-"
+    return (
+        _gib(capacity.available_kv_bytes),
+        format_count(capacity.kv_cache_tokens),
+        format_count(capacity.concurrent_sequences),
+        f"{'yes' if capacity.fits else 'no'}, {capacity.fits_confidence}",
+    )
 
 
 def _gib(size: int | None) -> str:
