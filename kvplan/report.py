@@ -197,10 +197,10 @@ class Report:
         """A row for each result, and below the table why some do not fit."""
         first = results[0]
         self.console.print()
-        self._say(_sequences(first.concurrency, first.seq), style="bold")
+        self._say(f"{_sequences(first.concurrency, first.seq)}, in GiB; KV of a token in KiB", style="bold")
         has_budget = any(result.capacity is not None for result in results)
-        budget = ("for KV, GiB", "tokens", "at once", "fits") if has_budget else ()
-        table = _table("", "KiB a token", "KV, GiB", "weights, GiB", *budget, keep_first=True)
+        budget = ("for KV", "tokens", "at once", "fits") if has_budget else ()
+        table = _table("", "KV a token", "KV", "weights", *budget, keep_first=True)
         table.columns[-1].no_wrap = True
         for result in results:
             kv = result.kv
