@@ -531,7 +531,8 @@ def _verdict(
 def _longest_that_fits(plan: Plan, num_blocks: int) -> int:
     """The longest sequence that the engine would start with, by bisection as the engine itself searches; 0: none."""
     room = plan.pool.start_check_blocks(num_blocks)
-    limit = plan.spec.max_position_embeddings or max(1, room) * plan.pool.block_size
+    together = plan.pool.block_size * plan.deployment.cache.decode_context_parallel_size
+    limit = plan.spec.max_position_embeddings or max(1, room) * together
     longest = max(limit, plan.deployment.max_model_len)
     low, high = 0, longest
     while low < high:

@@ -198,7 +198,9 @@ class Weights(NamedTuple):
                 return self.format.unknown
             if not self._groups_are_complete:
                 return self.unlisted or "which weights are quantized is not known"
-        return self.unlisted if self.parameters is None else None
+        if self.parameters is None:
+            return self.unlisted
+        return None if self.groups else "only their total is known, not what each stage holds"
 
     def total_bytes(self, dtype: str, drafts: bool = False) -> int | None:
         """Bytes of all weights once, as they are held on the GPU; None if unknown, as `why_unknown` says.

@@ -3,35 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 
-from kvplan.config import load_gpu, load_model
 from kvplan.errors import InputError
 from kvplan.jobs.size import size
 from kvplan.options import (
     LATER_ENGINES,
     Resolver,
-    Serving,
     ServingOptions,
     SimulateOptions,
     SizeOptions,
-    check_engine,
     check_options,
     flag,
-    resolve_serving,
+    parse_engine,
     settings_dict,
     size_in_bytes,
 )
-
-
-def resolve(
-    model: str = "llama-2-7b", gpu: str | None = None, count: int | None = None, **values: object
-) -> tuple[Serving, Resolver]:
-    resolver = Resolver(ServingOptions.of(values))
-    found = load_gpu(gpu) if gpu else None
-    return resolve_serving(load_model(model), resolver, gpu=found, gpu_count=count), resolver
 
 
 def refused(options: ServingOptions) -> InputError:
@@ -170,22 +158,33 @@ def test_a_choice_is_one_of_those_there_are(name: str, value: str, hint: str) ->
     assert (error.where, error.hint) == (flag(name), hint)
 
 
-@pytest.mark.parametrize("name", [None, "vllm", "vllm@0.33"])
-def test_the_engine_that_there_is_is_accepted(name: str | None) -> None:
-    check_engine(name)
+@pytest.mark.parametrize(
+    ("text", "engine", "label"),
+    [
+        (None, ("vllm", "0.33"), "vllm@0.33"),
+        ("vllm", ("vllm", "0.33"), "vllm@0.33"),
+        ("vllm@0.24.0", ("vllm", "0.24"), "vllm@0.24"),
+        (" vllm@0.19 ", ("vllm", "0.19"), "vllm@0.19"),
+    ],
+)
+def test_an_engine_is_a_name_and_the_version_of_its_rules(
+    text: str | None, engine: tuple[str, str], label: str
+) -> None:
+    assert parse_engine(text) == engine
+    assert parse_engine(text).label == label
 
 
-@pytest.mark.parametrize("name", [*LATER_ENGINES, "sglang@0.5"])
+@pytest.mark.parametrize("name", LATER_ENGINES)
 def test_an_engine_of_the_contract_that_comes_later_is_said_to(name: str) -> None:
     with pytest.raises(InputError, match="not yet supported: engine"):
-        check_engine(name)
+        parse_engine(name)
 
 
 def test_another_version_and_an_unknown_engine_are_refused() -> None:
-    with pytest.raises(InputError, match=r'rules of vLLM "0\.19"'):
-        check_engine("vllm@0.19")
+    with pytest.raises(InputError, match=r"rules of vLLM 0\.34 are not known"):
+        parse_engine("vllm@0.34")
     with pytest.raises(InputError, match='unknown engine "vlm"') as error:
-        check_engine("vlm")
+        parse_engine("vlm")
     assert error.value.hint is not None
     assert "vllm" in error.value.hint
 
@@ -202,82 +201,26 @@ def test_sizes_may_be_texts_or_bytes() -> None:
 # Resolving
 
 
-def test_every_setting_says_where_it_came_from() -> None:
-    _, resolver = resolve(block_size=32)
-    settings = settings_dict(resolver.settings)
-    assert settings["block_size"] == {"value": 32, "source": "--block-size"}
-    assert settings["max_model_len"] == {"value": 4096, "source": "the model's maximum"}
-    assert settings["tensor_parallel_size"] == {"value": 1, "source": "default of vllm 0.33"}
-    assert settings["dtype"] == {"value": "float16", "source": "the model's own (default of vllm 0.33)"}
-    assert settings["kv_cache_dtype"] == {"value": "float16", "source": "as dtype (default of vllm 0.33)"}
-    assert list(settings) == sorted(settings)
-
-
 def test_a_value_that_no_flag_gave_names_its_origin() -> None:
     resolver = Resolver(ServingOptions.of({"block_size": 8}), {"block_size": "checks.yaml"})
     assert resolver.choose("block_size", 16, "default") == 8
     assert resolver.settings["block_size"].source == "checks.yaml"
 
 
-@pytest.mark.parametrize(
-    ("gpu", "batch", "seqs"),
-    [(None, 2048, 256), ("rtx-4090", 2048, 256), ("a100-80gb", 2048, 256), ("h100-80gb", 8192, 1024)],
-)
-def test_batch_limits_depend_on_the_gpu(gpu: str | None, batch: int, seqs: int) -> None:
-    serving, _ = resolve(gpu=gpu)
-    assert (serving.max_num_batched_tokens, serving.deployment.max_num_seqs) == (batch, seqs)
+def test_a_word_is_spelt_out_beside_where_it_came_from() -> None:
+    resolver = Resolver(ServingOptions.of({"dtype": "auto"}))
+    assert resolver.choose("dtype", "auto", "default") == "auto"
+    resolver.spell_out("dtype", "bfloat16", "the model's own")
+    assert resolver.settings["dtype"] == ("bfloat16", "the model's own (--dtype)", True)
 
 
-def test_a_small_budget_lowers_the_default_number_of_sequences_but_not_a_given_one() -> None:
-    serving, _ = resolve(max_num_batched_tokens=100)
-    assert serving.deployment.max_num_seqs == 100
-    with pytest.raises(InputError, match="max_num_batched_tokens 100 is below max_num_seqs 101"):
-        resolve(max_num_batched_tokens=100, max_num_seqs=101)
-
-
-def test_a_number_of_gpus_sets_the_tensor_parallel_size_and_must_agree_with_it() -> None:
-    serving, resolver = resolve(gpu="h100-80gb", count=4)
-    assert serving.deployment.tensor_parallel_size == 4
-    assert resolver.settings["tensor_parallel_size"].source == "--gpu"
-    with pytest.raises(InputError, match="4 GPUs for tensor parallel size 2"):
-        resolve(gpu="h100-80gb", count=4, tensor_parallel_size=2)
-
-
-@pytest.mark.parametrize(
-    ("given", "dtype"), [("half", "float16"), ("float", "float32"), ("bfloat16", "bfloat16")]
-)
-def test_a_dtype_may_have_vllms_other_name(given: str, dtype: str) -> None:
-    serving, _ = resolve(dtype=given)
-    assert (serving.deployment.dtype, serving.deployment.kv_cache_dtype) == (dtype, dtype)
-
-
-@pytest.mark.parametrize(("name", "value"), [("dtype", "int4"), ("kv_cache_dtype", "fp7")])
-def test_an_unknown_dtype_is_refused(name: str, value: str) -> None:
-    changes: dict[str, Any] = {name: value}
-    with pytest.raises(InputError, match=f'"{value}"') as error:
-        resolve(**changes)
-    assert error.value.where == flag(name)
-
-
-def test_a_cache_dtype_of_its_own_is_kept() -> None:
-    serving, _ = resolve(kv_cache_dtype="fp8")
-    assert (serving.deployment.dtype, serving.deployment.kv_cache_dtype) == ("float16", "fp8")
-
-
-def test_a_length_beyond_the_models_is_refused_unless_its_positions_are_scaled() -> None:
-    with pytest.raises(InputError, match="beyond the model's maximum of 4,096 tokens"):
-        resolve(max_model_len=4097)
-    serving, _ = resolve(model="llama-3.1-8b", max_model_len=200_000)
-    assert serving.deployment.max_model_len == 200_000
-    assert any("rope scaling" in warning for warning in serving.warnings)
-
-
-def test_budgets_are_noted_only_where_they_are_given() -> None:
-    _, resolver = resolve()
-    assert "kv_cache_memory_bytes" not in resolver.settings
-    serving, resolver = resolve(kv_cache_memory_bytes="1GiB", num_gpu_blocks_override=9)
-    assert serving.deployment.kv_cache_memory_bytes == 2**30
-    assert resolver.settings["num_gpu_blocks_override"].value == 9
+def test_what_was_given_and_is_no_setting_of_the_engine_is_noted_at_the_end() -> None:
+    resolver = Resolver(SimulateOptions.of({"limit": 5, "set": ["a=1"], "format": "auto"}))
+    resolver.note_rest()
+    assert settings_dict(resolver.settings) == {
+        "limit": {"value": 5, "source": "--limit"},
+        "set": {"value": ["a=1"], "source": "--set"},
+    }
 
 
 def test_the_python_function_refuses_what_the_command_refuses() -> None:
