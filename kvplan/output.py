@@ -12,6 +12,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TextIO
 
+from kvplan.core.engine import DecodeRun
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
@@ -162,6 +163,7 @@ class EventWriter:
             ("rejected", [r.id for r in record.rejected]),
         ]
         turn = record.turn
+        assert not isinstance(turn, DecodeRun), "steps are observed one by one"
         if turn is not None:
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
@@ -206,6 +208,7 @@ class Timeline:
     def __call__(self, record: StepRecord) -> None:
         """Note one step."""
         turn = record.turn
+        assert not isinstance(turn, DecodeRun), "steps are observed one by one"
         if turn is None:
             return
         used = self._usable - turn.free_blocks

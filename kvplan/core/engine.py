@@ -6,6 +6,7 @@ time, which ``simulate`` brings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Generic, Literal, TypeVar
 
@@ -141,21 +142,17 @@ S = TypeVar("S", bound=Sequence)
 
 @dataclass(slots=True)
 class Turn(Generic[S]):
-    """What an engine did in one step, or in ``steps`` steps in which the same sequences decode.
+    """What an engine did in one step.
 
-    Counts taken after scheduling the first step: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used
-    by more than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of
-    them that their owner will fill). ``free_blocks_end`` is taken after the finished were freed. Sequences that
-    finish do so in the last step.
+    Counts taken after scheduling: ``free_blocks``, ``running``, ``waiting``, ``shared_blocks`` (used by more than one
+    sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of them that their
+    owner will fill). ``free_blocks_end`` is taken after the finished were freed.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. ``started_decoding``, ``starved`` (their turn did not come) and
-    ``stopped_decoding`` (preempted or finished) say who joined, paused and left. ``takes`` are the blocks taken in each
-    step of a turn of several, ``waste_begun`` pairs of a step's place in it and slots that from then on
-    are known to stay empty.
+    ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
+    joined and left.
     """
 
-    steps: int = 1
     scheduled: list[tuple[S, int]] = field(default_factory=list)
     admitted: list[S] = field(default_factory=list)
     resumed: list[S] = field(default_factory=list)
@@ -165,10 +162,7 @@ class Turn(Generic[S]):
     finished: list[S] = field(default_factory=list)
     decoders: int = 0
     started_decoding: list[S] = field(default_factory=list)
-    starved: list[S] = field(default_factory=list)
     stopped_decoding: list[S] = field(default_factory=list)
-    takes: list[int] = field(default_factory=list)
-    waste_begun: list[tuple[int, int]] = field(default_factory=list)
     evicted: int = 0
     evicted_blocks: list[int] = field(default_factory=list)
     new_blocks: dict[S, list[int]] = field(default_factory=dict)
@@ -187,3 +181,33 @@ class Turn(Generic[S]):
     def is_dead(self) -> bool:
         """Whether nothing was planned and nobody was preempted: nothing can move."""
         return not self.scheduled and not self.decoders and not self.preempted
+
+
+@dataclass(slots=True)
+class DecodeRun(Generic[S]):
+    """What an engine did in ``steps`` steps in each of which the same ``decoders`` took a token, and nobody another.
+
+    ``takes`` has the blocks taken in each step. Counts are as in a `Turn`, taken after scheduling the first step.
+    ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
+    Sequences that finish do so in the last step.
+    """
+
+    steps: int
+    decoders: int
+    context: int
+    takes: list[int]
+    evicted: int
+    free_blocks: int
+    running: int
+    waiting: int
+    shared_blocks: int
+    empty_slots: int
+    reserved_slots: int
+    waste_begun: Seq[tuple[int, int]]
+    finished: Seq[S]
+    free_blocks_end: int
+
+    @property
+    def first_work(self) -> StepWork:
+        """What the first step computes."""
+        return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import isqrt
 from typing import Any, Literal, Protocol
 
-from kvplan.core.engine import StepWork, Turn
+from kvplan.core.engine import DecodeRun, StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 
@@ -36,22 +36,22 @@ class Engine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request."""
 
-    def turn(self, max_steps: int = 1) -> Turn[Any]:
-        """Take one step or, where that is exact, up to ``max_steps`` like ones."""
+    def turn(self, max_steps: int = 1) -> Turn[Any] | DecodeRun[Any]:
+        """Take one step or, where that is exact, up to ``max_steps`` decode steps."""
 
 
 @dataclass(slots=True)
 class StepRecord:
     """One turn as observers see it: its place in time, who came, what the engine did.
 
-    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A turn of
+    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A run of
     several steps counts from ``step``.
     """
 
     step: int
     start: int
     end: int
-    turn: Turn[Any] | None
+    turn: Turn[Any] | DecodeRun[Any] | None
     arrived: list[Request] = field(default_factory=list)
     rejected: list[Request] = field(default_factory=list)
 
@@ -86,8 +86,7 @@ def run(
     """
     queue = iter(requests)
     upcoming = next(queue, None)
-    now = 0
-    steps = 0
+    now = steps = first = growth = 0
     while True:
         arrived: list[Request] = []
         rejected: list[Request] = []
@@ -108,26 +107,31 @@ def run(
             metrics.idle(now, upcoming.arrival)
             now = upcoming.arrival
             continue
-        shape = engine.decode_shape() if decode_price is not None else None
-        first = growth = 0
-        max_steps = 1
+        shape = None if decode_price is None else engine.decode_shape()
+        most = 1
         if shape is not None and decode_price is not None:
             first, growth, valid = decode_price(*shape)
-            max_steps = min(valid, _LONGEST_TURN)
+            most = min(valid, _LONGEST_TURN)
             if upcoming is not None:
-                max_steps = min(max_steps, _steps_until(upcoming.arrival - now, first, growth))
-        turn = engine.turn(max_steps)
-        if turn.steps == 1:
-            first = 0 if turn.is_dead else price(turn.work)
-            if turn.is_dead and upcoming is not None:
-                first = upcoming.arrival - now
-        end = now + turn.steps * first + growth * (turn.steps * (turn.steps - 1) // 2)
-        metrics.fold(turn, now, now + first, growth)
+                most = min(most, _steps_until(upcoming.arrival - now, first, growth))
+        turn = engine.turn(most)
+        if isinstance(turn, DecodeRun):
+            taken, is_dead = turn.steps, False
+            if shape is None:
+                first, growth = price(turn.first_work), 0
+            end = now + taken * first + growth * (taken * (taken - 1) // 2)
+            metrics.fold_run(turn, now, first, growth)
+        else:
+            taken, is_dead = 1, turn.is_dead
+            end = now if is_dead else now + price(turn.work)
+            if is_dead and upcoming is not None:
+                end = upcoming.arrival
+            metrics.fold(turn, now, end)
         if observe is not None:
             observe(StepRecord(now if step_numbered else steps, now, end, turn, arrived, rejected))
-        steps += turn.steps
+        steps += taken
         now = end
-        if upcoming is None and turn.is_dead:
+        if upcoming is None and is_dead:
             return Outcome("stuck", "the head of the queue needs more blocks than can ever be free")
         if upcoming is None and engine.is_livelocked:
             return Outcome("stuck", "a sequence outgrows the pool, is preempted and starts over without end")
