@@ -182,9 +182,12 @@ class _Sums:
         self.waiting += waiting * ticks
         self.empty += empty
         self.reserved += reserved
-        self.running_max = max(self.running_max, running)
-        self.waiting_max = max(self.waiting_max, waiting)
-        self.shared_max = max(self.shared_max, shared)
+        if running > self.running_max:
+            self.running_max = running
+        if waiting > self.waiting_max:
+            self.waiting_max = waiting
+        if shared > self.shared_max:
+            self.shared_max = shared
 
     def add(self, other: _Sums) -> None:
         """Take in what came after."""
@@ -192,9 +195,12 @@ class _Sums:
         self.waiting += other.waiting
         self.empty += other.empty
         self.reserved += other.reserved
-        self.running_max = max(self.running_max, other.running_max)
-        self.waiting_max = max(self.waiting_max, other.waiting_max)
-        self.shared_max = max(self.shared_max, other.shared_max)
+        if other.running_max > self.running_max:
+            self.running_max = other.running_max
+        if other.waiting_max > self.waiting_max:
+            self.waiting_max = other.waiting_max
+        if other.shared_max > self.shared_max:
+            self.shared_max = other.shared_max
 
 
 @dataclass(slots=True)

@@ -224,6 +224,6 @@ def prefix(node: Node, end: int, block_size: int) -> list[Segment]:
     """The content of the first ``end`` blocks of a node's prefix."""
     parent, first, key = node.key
     before = prefix(parent, first, block_size) if parent is not None else []
-    last = key[-1]
+    stream, start, length = key[-1]
     more = (end - first - 1) * block_size
-    return [*before, *key, Segment(last.stream, last.start + last.length, more)]
+    return [*before, *(Segment(*piece) for piece in key), Segment(stream, start + length, more)]

@@ -34,6 +34,8 @@ class Vllm:
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
         self._holdings: dict[Member, Holding] = {}
+        #: Free blocks that an admission must leave while others run.
+        self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._num_added = 0
         self._num_admitted = 0
         self._outgrown: set[Member] = set()
@@ -73,16 +75,11 @@ class Vllm:
         return None
 
     def add(self, request: Request) -> None:
-        """Queue a request; `refusal` must be None. O(segments of its content)."""
+        """Queue a request; `refusal` must be None."""
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        runs = (
-            content_runs(request.full_content(), self.config.block_size)
-            if self.config.enable_prefix_caching
-            else []
-        )
-        self._holdings[member] = Holding(runs)
+        self._holdings[member] = Holding()
         if self.config.policy == "fcfs":
             self.waiting.append(member)
         else:
@@ -295,23 +292,26 @@ class Vllm:
         """The longest cached prefix; at least one token stays to be computed."""
         if not self.config.enable_prefix_caching:
             return []
-        limit = (member.num_tokens - 1) // self.config.block_size
-        return self.pool.find(self._holdings[member].runs, limit, self._publish_grower)
+        block_size, holding = self.config.block_size, self._holdings[member]
+        if not holding.runs:
+            holding.runs = content_runs(member.request.full_content(), block_size)
+        return self.pool.find(holding.runs, (member.num_tokens - 1) // block_size, self._publish_grower)
 
     def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
         """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""
         config, pool = self.config, self.pool
         hit_blocks = hit_tokens // config.block_size
-        idle = pool.count_idle(hit)
-        kept_free = int(config.watermark * config.num_gpu_blocks) if self.running else 0
-        if config.scheduler_reserve_full_isl:
-            need_all = max(0, self._blocks_for(member.num_tokens) - hit_blocks)
-            if need_all + idle + kept_free > pool.free:
-                return False
-        need = max(0, self._blocks_for(hit_tokens + tokens) - hit_blocks)
-        if need + idle + kept_free > pool.free:
+        idle = pool.count_idle(hit) if hit else 0
+        room = pool.free - idle
+        if self.running:
+            room -= self._watermark_blocks
+        need = self._blocks_for(hit_tokens + tokens) - hit_blocks
+        if need > room:
             return False
-        pool.adopt(self._holdings[member], hit)
+        if config.scheduler_reserve_full_isl and self._blocks_for(member.num_tokens) - hit_blocks > room:
+            return False
+        if hit:
+            pool.adopt(self._holdings[member], hit)
         turn.evicted += pool.take(need)
         member.computed = hit_tokens
         return True
@@ -319,7 +319,7 @@ class Vllm:
     # Blocks
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-min(tokens, self.config.max_model_len) // self.config.block_size)
+        return -(-tokens // self.config.block_size)  # no sequence outgrows max_model_len
 
     def _place_chunk(self, member: Member, tokens: int) -> None:
         """Record the blocks of a chunk, which were taken, and make the full ones findable."""
@@ -365,7 +365,8 @@ class Vllm:
                 work.chunks.append((before, tokens))
             if before < member.high_water:
                 turn.recomputed_tokens += min(after, member.high_water) - before
-            member.high_water = max(member.high_water, after)
+            if after > member.high_water:
+                member.high_water = after
         turn.scheduled = list(scheduled.items())
         cohort.advance(1, cohort.crossings)
         turn.empty_slots = cohort.empty
