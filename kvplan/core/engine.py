@@ -140,7 +140,6 @@ class StepWork:
 S = TypeVar("S", bound=Sequence)
 
 
-@dataclass(slots=True)
 class Turn(Generic[S]):
     """What an engine did in one step.
 
@@ -153,29 +152,56 @@ class Turn(Generic[S]):
     joined and left.
     """
 
-    scheduled: list[tuple[S, int]] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)
-    resumed: list[S] = field(default_factory=list)
-    preempted: list[S] = field(default_factory=list)
-    prefix_hits: list[tuple[S, int]] = field(default_factory=list)
-    sampled: list[S] = field(default_factory=list)
-    finished: list[S] = field(default_factory=list)
-    decoders: int = 0
-    started_decoding: list[S] = field(default_factory=list)
-    stopped_decoding: list[S] = field(default_factory=list)
-    evicted: int = 0
-    evicted_blocks: list[int] = field(default_factory=list)
-    new_blocks: dict[S, list[int]] = field(default_factory=dict)
-    work: StepWork = field(default_factory=StepWork)
-    scheduled_tokens: int = 0
-    recomputed_tokens: int = 0
-    free_blocks: int = 0
-    free_blocks_end: int = 0
-    running: int = 0
-    waiting: int = 0
-    shared_blocks: int = 0
-    empty_slots: int = 0
-    reserved_slots: int = 0
+    __slots__ = (
+        "admitted",
+        "decoders",
+        "empty_slots",
+        "evicted",
+        "evicted_blocks",
+        "finished",
+        "free_blocks",
+        "free_blocks_end",
+        "new_blocks",
+        "preempted",
+        "prefix_hits",
+        "recomputed_tokens",
+        "reserved_slots",
+        "resumed",
+        "running",
+        "sampled",
+        "scheduled",
+        "scheduled_tokens",
+        "shared_blocks",
+        "started_decoding",
+        "stopped_decoding",
+        "waiting",
+        "work",
+    )
+
+    def __init__(self) -> None:
+        self.scheduled: list[tuple[S, int]] = []
+        self.admitted: list[S] = []
+        self.resumed: list[S] = []
+        self.preempted: list[S] = []
+        self.prefix_hits: list[tuple[S, int]] = []
+        self.sampled: list[S] = []
+        self.finished: list[S] = []
+        self.decoders = 0
+        self.started_decoding: list[S] = []
+        self.stopped_decoding: list[S] = []
+        self.evicted = 0
+        self.evicted_blocks: list[int] = []
+        self.new_blocks: dict[S, list[int]] = {}
+        self.work = StepWork()
+        self.scheduled_tokens = 0
+        self.recomputed_tokens = 0
+        self.free_blocks = 0
+        self.free_blocks_end = 0
+        self.running = 0
+        self.waiting = 0
+        self.shared_blocks = 0
+        self.empty_slots = 0
+        self.reserved_slots = 0
 
     @property
     def is_dead(self) -> bool:

@@ -118,30 +118,26 @@ class ExtentPool:
     """Free blocks, cached content and who uses it."""
 
     def __init__(self, usable_blocks: int) -> None:
-        self.blank = usable_blocks
-        self.idle = 0
+        #: Blocks that can be taken, and those of them without content.
+        self.free = self.blank = usable_blocks
+        #: Blocks with more than one user.
         self.shared = 0
         self.index: dict[NodeKey, Node] = {}
         # Both ends of the idle list: the first to be evicted comes after it.
         self._ends = Extent(None, 0, 0, 0)
         self._ends.before = self._ends.after = self._ends
 
-    @property
-    def free(self) -> int:
-        """Blocks that can be taken."""
-        return self.blank + self.idle
-
     def take(self, count: int) -> int:
         """Take blocks, those without content first, then the oldest content; returns how many lost content.
 
         ``count`` must not exceed ``free``. O(extents evicted).
         """
+        self.free -= count
         evict = count - self.blank
         if evict <= 0:
             self.blank -= count
             return 0
         self.blank = 0
-        self.idle -= evict
         left = evict
         while left:
             oldest = self._ends.after
@@ -198,7 +194,7 @@ class ExtentPool:
                     self._cut(extent, high)
                 if not extent.users:
                     self._unlink(extent)
-                    self.idle -= high - low
+                    self.free -= high - low
                 elif extent.users == 1:
                     self.shared += high - low
                 extent.users += 1
@@ -237,7 +233,9 @@ class ExtentPool:
                     self._push(extent)
                 elif extent.users == 1:
                     self.shared -= extent.high - extent.low
-        self.blank += holding.blocks - holding.cached
+        uncached = holding.blocks - holding.cached
+        self.blank += uncached
+        self.free += uncached
         holding.blocks = holding.cached = 0
         holding.table.clear()
         holding.nodes.clear()
@@ -283,7 +281,7 @@ class ExtentPool:
 
     def _push(self, extent: Extent) -> None:
         """Put an extent that lost its last user at the end of the idle list, joined to its upper neighbour."""
-        self.idle += extent.high - extent.low
+        self.free += extent.high - extent.low
         extent.rest = None
         node, last = extent.node, self._ends.before
         assert node is not None

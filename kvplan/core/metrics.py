@@ -254,6 +254,7 @@ class Metrics:
         self.slo = slo or Slo()
         self.records: dict[str, RequestRecord] = {}
         self.window_start: int | None = None
+        self._opening = 0  # the same once a request has arrived
         self.window_end: int | None = None
         self.steps = 0
         self.scheduled_tokens = 0
@@ -280,7 +281,7 @@ class Metrics:
     def arrive(self, request: Request, now: int, *, rejected_for: str | None) -> None:
         """Note an arrival; it has waited from its arrival until ``now``, when the next step is scheduled."""
         if self.window_start is None:
-            self.window_start = request.arrival + self.warmup
+            self.window_start = self._opening = request.arrival + self.warmup
         totals = self._totals
         record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
         totals.arrived += 1
@@ -292,10 +293,13 @@ class Metrics:
         if rejected_for is None:
             self.records[request.id] = record
             since = max(request.arrival, self.window_start)
-            # What lies before the last finish so far is in the window for sure.
-            middle = min(max(since, self.window_end or since), now)
-            self._sums.waiting += max(0, middle - since)
-            self._held.waiting += max(0, now - max(since, middle))
+            if self.window_end is not None and since < self.window_end:
+                # What lies before the last finish so far is in the window for sure.
+                middle = min(self.window_end, now)
+                self._sums.waiting += max(0, middle - since)
+                since = max(since, middle)
+            if since < now:
+                self._held.waiting += now - since
         else:
             totals.reject_reasons[rejected_for] = totals.reject_reasons.get(rejected_for, 0) + 1
             self._tell(record)
@@ -304,8 +308,8 @@ class Metrics:
         """Note a gap in which nothing is live."""
         if self.window_start is None:
             return  # before the first arrival
-        ticks = end - start - min(self._ticks_before_window(start), end - start)
-        if ticks:
+        ticks = end - max(start, self._opening)
+        if ticks > 0:
             self._held_used.append(0)
             self._held_ticks.append(ticks)
 
@@ -342,10 +346,10 @@ class Metrics:
         if turn.finished:
             self._fold_finished(turn.finished, end)
 
-    def fold_run(self, run: DecodeRun[Any], start: int, first: int, growth: int) -> None:
-        """Note a run of steps scheduled from ``start`` on.
+    def fold_run(self, run: DecodeRun[Any], start: int, end: int, first: int, growth: int) -> None:
+        """Note a run of steps from ``start`` to ``end``. O(steps), at C speed.
 
-        The first takes ``first`` ticks, each following one ``growth`` more than the one before. O(steps), at C speed.
+        The first takes ``first`` ticks, each following one ``growth`` more than the one before.
         """
         steps = run.steps
         self.steps += steps
@@ -358,7 +362,7 @@ class Metrics:
         if run.finished:
             for sequence in run.finished:
                 self._decoding -= self.records[sequence.id].measured
-            self._fold_finished(run.finished, start + sum(ticks))
+            self._fold_finished(run.finished, end)
 
     def note_live(self, live: Iterable[tuple[str, int]]) -> None:
         """End the account: note how many tokens, prompt included, the requests have that never finished."""
@@ -406,8 +410,8 @@ class Metrics:
         """Hold the state after a step's scheduling."""
         used = self.usable_blocks - turn.free_blocks
         self.peak_blocks = max(self.peak_blocks, used)
-        ticks = end - start - min(self._ticks_before_window(start), end - start)
-        if ticks:
+        ticks = end - max(start, self._opening)
+        if ticks > 0:
             self._held_used.append(used)
             self._held_ticks.append(ticks)
             self._held.hold(ticks, turn, turn.empty_slots * ticks, turn.reserved_slots * ticks)
@@ -416,8 +420,8 @@ class Metrics:
         """Hold the state after each step's scheduling: steps so many ``ticks`` long."""
         used = list(accumulate(run.takes[1:], initial=self.usable_blocks - run.free_blocks))
         self.peak_blocks = max(self.peak_blocks, used[-1])
-        if before_window := self._ticks_before_window(start):
-            ticks = _later_part(ticks, before_window)
+        if start < self._opening:
+            ticks = _later_part(ticks, self._opening - start)
         total = sum(ticks)
         if not total:
             return
@@ -451,10 +455,6 @@ class Metrics:
         self._totals.asked += self._totals.asked_since
         self._totals.asked_since = 0
         self._release_held()
-
-    def _ticks_before_window(self, start: int) -> int:
-        assert self.window_start is not None, "time begins with an arrival"
-        return max(0, self.window_start - start)
 
     def _release_held(self) -> None:
         """Count what was held back: it turned out to lie in the window."""

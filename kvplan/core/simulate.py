@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import isqrt
+from math import sqrt
 from typing import Any, Literal, Protocol
 
 from kvplan.core.engine import DecodeRun, StepWork, Turn
@@ -113,14 +113,14 @@ def run(
             first, growth, valid = decode_price(*shape)
             most = min(valid, _LONGEST_TURN)
             if upcoming is not None:
-                most = min(most, _steps_until(upcoming.arrival - now, first, growth))
+                most = _steps_until(upcoming.arrival - now, first, growth, most)
         turn = engine.turn(most)
         if isinstance(turn, DecodeRun):
             taken, is_dead = turn.steps, False
             if shape is None:
                 first, growth = price(turn.first_work), 0
-            end = now + taken * first + growth * (taken * (taken - 1) // 2)
-            metrics.fold_run(turn, now, first, growth)
+            end = now + _run_ticks(taken, first, growth)
+            metrics.fold_run(turn, now, end, first, growth)
         else:
             taken, is_dead = 1, turn.is_dead
             end = now if is_dead else now + price(turn.work)
@@ -137,15 +137,18 @@ def run(
             return Outcome("stuck", "a sequence outgrows the pool, is preempted and starts over without end")
 
 
-def _steps_until(gap: int, first: int, growth: int) -> int:
-    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``."""
-    if growth == 0:
-        return -(-gap // first)
+def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
+    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``; at most ``most``."""
     # The root of growth/2 k^2 + (first - growth/2) k = gap, then at most a few steps of correction.
-    linear = 2 * first - growth
-    steps = max(1, (isqrt(linear * linear + 8 * growth * gap) - linear) // (2 * growth))
-    while steps * first + growth * (steps * (steps - 1) // 2) < gap:
+    linear = first - growth / 2
+    root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
+    steps = min(most, int(root) + 1)
+    while steps < most and _run_ticks(steps, first, growth) < gap:
         steps += 1
-    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+    while steps > 1 and _run_ticks(steps - 1, first, growth) >= gap:
         steps -= 1
     return steps
+
+
+def _run_ticks(steps: int, first: int, growth: int) -> int:
+    return steps * first + growth * (steps * (steps - 1) // 2)
