@@ -14,8 +14,8 @@ from kvplan.core.concurrency import (
     residents_of_log_normal,
     residents_of_trace,
 )
-from kvplan.core.content import content_runs
-from kvplan.core.request import Request, Segment
+from kvplan.core.content import Piece, content_runs
+from kvplan.core.request import Request
 from kvplan.core.sizing import Plan
 from kvplan.errors import InputError
 from kvplan.options import SizeOptions
@@ -120,7 +120,7 @@ def sequences_of(
     return sequences, cut
 
 
-_NodeKey = tuple[int, int, tuple[Segment, ...]]
+_NodeKey = tuple[int, int, tuple[Piece, ...]]
 
 
 def _node_numbers() -> Callable[[_NodeKey], int]:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import NamedTuple, TextIO
+from typing import Any, NamedTuple, TextIO
 
+from kvplan.core.engine import DecodeRun
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
@@ -162,6 +163,7 @@ class EventWriter:
             ("rejected", [r.id for r in record.rejected]),
         ]
         turn = record.turn
+        assert not isinstance(turn, DecodeRun), "steps are observed one by one"
         if turn is not None:
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
@@ -247,31 +249,44 @@ class Timeline:
         turn = record.turn
         if turn is None:
             return
+        if isinstance(turn, DecodeRun):
+            self._note_run(record, turn)
+            return
         for sequence, tokens in turn.prefix_hits:
             if not sequence.num_preemptions:
                 self._queried += sequence.request.input_tokens
                 self._hit += tokens
-        free, cached, start = turn.free_blocks, turn.cached_blocks, record.start
-        hit_rate = self._hit / self._queried if self._queried else None
-        tokens = turn.scheduled_tokens // turn.steps
-        for i in range(turn.steps):
+        self._draw(
+            Point(
+                record.step,
+                record.start,
+                self._usable - turn.free_blocks,
+                turn.cached_blocks,
+                turn.running,
+                turn.waiting,
+                turn.scheduled_tokens,
+                len(turn.preempted),
+                self._hit_rate,
+            )
+        )
+
+    def _note_run(self, record: StepRecord, run: DecodeRun[Any]) -> None:
+        free, cached, start = run.free_blocks, run.cached_blocks, record.start
+        for i in range(run.steps):
             if i:
-                free -= turn.takes[i]
-                cached = min(cached, free)
+                free -= run.takes[i]
+                cached = min(cached, free)  # blocks without content are taken first
                 start += record.first + record.growth * (i - 1)
+            used, tokens = self._usable - free, run.decoders
             self._draw(
                 Point(
-                    record.step + i,
-                    start,
-                    self._usable - free,
-                    cached,
-                    turn.running,
-                    turn.waiting,
-                    tokens,
-                    len(turn.preempted),
-                    hit_rate,
+                    record.step + i, start, used, cached, run.running, run.waiting, tokens, 0, self._hit_rate
                 )
             )
+
+    @property
+    def _hit_rate(self) -> float | None:
+        return self._hit / self._queried if self._queried else None
 
     def _row(self, point: Point) -> list[object]:
         time_s = "" if self._scale is None else seconds(point.start, self._scale)

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
-    from kvplan.core.sizing import Capacity
-    from kvplan.core.sizing import Rank
+    from kvplan.core.sizing import Capacity, Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
     from kvplan.jobs.min_blocks import MinBlocks

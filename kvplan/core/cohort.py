@@ -6,6 +6,7 @@ that a run of decode steps needs is kept as sums, so joining and leaving cost O(
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from itertools import accumulate, cycle, islice
 
@@ -53,15 +54,14 @@ class Cohort:
         return self._base_sum + self.size * (self.step + 1)
 
     @property
-    def first_finish(self) -> int | None:
-        """The next step that samples somebody's last token."""
+    def first_finish(self) -> int:
+        """The next step that samples somebody's last token. There must be members."""
         finishes = self._finishes
-        while finishes:
+        while True:
             step, _, member = finishes[0]
             if member.decoding and member.finish == step:
                 return step
-            heappop(finishes)
-        return None
+            heappop(finishes)  # it left before
 
     @property
     def crossings(self) -> int:
@@ -71,8 +71,9 @@ class Cohort:
     def takes(self, steps: int) -> list[int]:
         """Blocks taken in each of the next ``steps`` steps. O(steps), at C speed."""
         start = self.step % self.block_size
-        if steps == 1:
-            return [self._crossings[start]]
+        end = start + steps
+        if end <= self.block_size:
+            return self._crossings[start:end]
         around = self._crossings[start:] + self._crossings[:start]
         return list(islice(cycle(around), steps))
 
@@ -121,40 +122,36 @@ class Cohort:
         self.empty -= -member.computed % self.block_size
         self.waste -= member.tail_waste
 
-    def pause(self, member: Member) -> None:
-        """Leave a member out of the next step, in which its turn does not come."""
-        self._add(member, -1)
-        self.empty -= -(member.base + self.step) % self.block_size
-        member.base -= 1
-        member.finish += 1
-        self._add(member, 1)
-        self.empty += -(member.base + self.step) % self.block_size
-        heappush(self._finishes, (member.finish, member.serial, member))
-        if not member.tail_waste and -member.final_tokens % self.block_size:
-            member.tail_step += 1
-            heappush(self._tails, (member.tail_step, member.serial, member))
+    def advance(self, steps: int, taken: int) -> Seq[tuple[int, int]]:
+        """Let all members decode ``steps`` steps, in which they take so many blocks.
 
-    def advance(self, steps: int) -> list[tuple[int, int]]:
-        """Let all members decode ``steps`` steps; returns (offset of a step, slots) of waste that begins in them."""
+        Returns (offset of a step, slots) of waste that begins in them.
+        """
+        end = self.step + steps
+        begun = self._begin_waste(end) if self._tails and self._tails[0][0] < end else ()
+        self.empty += self.block_size * taken - self.size * steps
+        self.step = end
+        return begun
+
+    def _begin_waste(self, end: int) -> list[tuple[int, int]]:
         begun: list[tuple[int, int]] = []
         tails = self._tails
-        end = self.step + steps
         while tails and tails[0][0] < end:
             step, _, member = heappop(tails)
             if member.decoding and member.tail_step == step and not member.tail_waste:
                 member.tail_waste = -member.final_tokens % self.block_size
                 begun.append((step - self.step, member.tail_waste))
                 self.waste += member.tail_waste
-        taken = sum(self.takes(steps))
-        self.empty += self.block_size * taken - self.size * steps
-        self.step = end
         return begun
 
     def finished(self) -> list[Member]:
         """Members whose last token was sampled in the step before, by serial; they stay until they leave."""
         done: list[Member] = []
-        while (step := self.first_finish) is not None and step < self.step:
-            done.append(heappop(self._finishes)[2])
+        finishes = self._finishes
+        while finishes and finishes[0][0] < self.step:
+            step, _, member = heappop(finishes)
+            if member.decoding and member.finish == step:
+                done.append(member)
         return done
 
     def _add(self, member: Member, sign: int) -> None:

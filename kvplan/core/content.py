@@ -61,13 +61,17 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
             room -= left
 
 
+#: (stream, start, length), as a `Segment` but made faster.
+Piece = tuple[str, int, int]
+
+
 class Run(NamedTuple):
     """Blocks ``first .. end-1`` of a content: one block, and all that go on in its last stream.
 
     ``key`` is the first block's own segments. Equal prefixes have equal runs, but for where the last one ends.
     """
 
-    key: tuple[Segment, ...]
+    key: tuple[Piece, ...]
     stream: str
     first: int
     end: int
@@ -76,18 +80,18 @@ class Run(NamedTuple):
 def content_runs(segments: Iterable[Segment], block_size: int) -> list[Run]:
     """The full blocks of a content as runs. O(segments), however long they are."""
     runs: list[Run] = []
-    pieces: list[Segment] = []
+    pieces: tuple[Piece, ...] = ()
     room = block_size
     block = 0
     for stream, start, length in join_segments(segments):
         if length < room:
-            pieces.append(Segment(stream, start, length))
+            pieces += ((stream, start, length),)
             room -= length
             continue
-        pieces.append(Segment(stream, start, room))
         whole, left = divmod(length - room, block_size)
-        runs.append(Run(tuple(pieces), stream, block, block + 1 + whole))
-        block += 1 + whole
-        pieces = [Segment(stream, start + length - left, left)] if left else []
+        end = block + 1 + whole
+        runs.append(Run((*pieces, (stream, start, room)), stream, block, end))
+        block = end
+        pieces = ((stream, start + length - left, left),) if left else ()
         room = block_size - left
     return runs

@@ -6,6 +6,7 @@ time, which ``simulate`` brings.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Generic, Literal, NamedTuple, TypeVar
 
@@ -154,56 +155,108 @@ class Preemption(NamedTuple):
     lost_tokens: int
 
 
-@dataclass(slots=True)
 class Turn(Generic[S]):
-    """What an engine did in one step, or in ``steps`` steps in which the same sequences decode.
+    """What an engine did in one step.
 
     ``preemptions`` tells of each of ``preempted`` why.
 
-    Counts taken after scheduling the first step: ``free_blocks``, ``cached_blocks`` (those of them that hold
-    reusable content), ``running``, ``waiting``, ``shared_blocks`` (used
-    by more than one sequence), ``empty_slots`` (slots of referenced blocks without KV) and ``reserved_slots`` (those of
-    them that their owner will fill). ``free_blocks_end`` is taken after the finished were freed. Sequences that
-    finish do so in the last step.
+    Counts taken after scheduling: ``free_blocks``, ``cached_blocks`` (those of them that hold reusable content),
+    ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
+    blocks without KV) and ``reserved_slots`` (those of them that their owner will fill). ``free_blocks_end`` is taken
+    after the finished were freed.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. ``started_decoding``, ``starved`` (their turn did not come) and
-    ``stopped_decoding`` (preempted or finished) say who joined, paused and left. ``takes`` are the blocks taken in each
-    step of a turn of several, ``waste_begun`` pairs of a step's place in it and slots that from then on
-    are known to stay empty.
+    ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
+    joined and left.
     """
 
-    steps: int = 1
-    scheduled: list[tuple[S, int]] = field(default_factory=list)
-    admitted: list[S] = field(default_factory=list)
-    resumed: list[S] = field(default_factory=list)
-    preempted: list[S] = field(default_factory=list)
-    preemptions: list[Preemption] = field(default_factory=list)
-    prefix_hits: list[tuple[S, int]] = field(default_factory=list)
-    sampled: list[S] = field(default_factory=list)
-    finished: list[S] = field(default_factory=list)
-    decoders: int = 0
-    started_decoding: list[S] = field(default_factory=list)
-    starved: list[S] = field(default_factory=list)
-    stopped_decoding: list[S] = field(default_factory=list)
-    takes: list[int] = field(default_factory=list)
-    waste_begun: list[tuple[int, int]] = field(default_factory=list)
-    evicted: int = 0
-    evicted_blocks: list[int] = field(default_factory=list)
-    new_blocks: dict[S, list[int]] = field(default_factory=dict)
-    work: StepWork = field(default_factory=StepWork)
-    scheduled_tokens: int = 0
-    recomputed_tokens: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    free_blocks_end: int = 0
-    running: int = 0
-    waiting: int = 0
-    shared_blocks: int = 0
-    empty_slots: int = 0
-    reserved_slots: int = 0
+    __slots__ = (
+        "admitted",
+        "cached_blocks",
+        "decoders",
+        "empty_slots",
+        "evicted",
+        "evicted_blocks",
+        "finished",
+        "free_blocks",
+        "free_blocks_end",
+        "new_blocks",
+        "preempted",
+        "preemptions",
+        "prefix_hits",
+        "recomputed_tokens",
+        "reserved_slots",
+        "resumed",
+        "running",
+        "sampled",
+        "scheduled",
+        "scheduled_tokens",
+        "shared_blocks",
+        "started_decoding",
+        "stopped_decoding",
+        "waiting",
+        "work",
+    )
+
+    def __init__(self) -> None:
+        self.scheduled: list[tuple[S, int]] = []
+        self.admitted: list[S] = []
+        self.resumed: list[S] = []
+        self.preempted: list[S] = []
+        self.preemptions: list[Preemption] = []
+        self.prefix_hits: list[tuple[S, int]] = []
+        self.sampled: list[S] = []
+        self.finished: list[S] = []
+        self.decoders = 0
+        self.started_decoding: list[S] = []
+        self.stopped_decoding: list[S] = []
+        self.evicted = 0
+        self.evicted_blocks: list[int] = []
+        self.new_blocks: dict[S, list[int]] = {}
+        self.work = StepWork()
+        self.scheduled_tokens = 0
+        self.recomputed_tokens = 0
+        self.free_blocks = 0
+        self.cached_blocks = 0
+        self.free_blocks_end = 0
+        self.running = 0
+        self.waiting = 0
+        self.shared_blocks = 0
+        self.empty_slots = 0
+        self.reserved_slots = 0
 
     @property
     def is_dead(self) -> bool:
         """Whether nothing was planned and nobody was preempted: nothing can move."""
         return not self.scheduled and not self.decoders and not self.preempted
+
+
+@dataclass(slots=True)
+class DecodeRun(Generic[S]):
+    """What an engine did in ``steps`` steps in each of which the same ``decoders`` took a token, and nobody another.
+
+    ``takes`` has the blocks taken in each step. Counts are as in a `Turn`, taken after scheduling the first step.
+    ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
+    Sequences that finish do so in the last step.
+    """
+
+    steps: int
+    decoders: int
+    context: int
+    takes: list[int]
+    evicted: int
+    free_blocks: int
+    cached_blocks: int
+    running: int
+    waiting: int
+    shared_blocks: int
+    empty_slots: int
+    reserved_slots: int
+    waste_begun: Seq[tuple[int, int]]
+    finished: Seq[S]
+    free_blocks_end: int
+
+    @property
+    def first_work(self) -> StepWork:
+        """What the first step computes."""
+        return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)

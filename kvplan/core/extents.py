@@ -16,8 +16,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from kvplan.core.content import Run
-from kvplan.core.request import Segment
+from kvplan.core.content import Piece, Run
 
 
 class Node:
@@ -55,7 +54,10 @@ class Node:
 
     def gain(self, low: int, high: int) -> None:
         """Note that blocks ``low .. high-1`` were entered."""
-        self.copies += max(0, min(self.high, high) - low)
+        if low >= self.high:
+            self.high = high
+            return
+        self.copies += min(self.high, high) - low
         self.high = max(self.high, high)
 
     def lose(self, end: int, count: int) -> None:
@@ -71,16 +73,19 @@ class Node:
             self.parts.sort(key=_low)
 
 
-NodeKey = tuple[Node | None, int, tuple[Segment, ...]]
+NodeKey = tuple[Node | None, int, tuple[Piece, ...]]
 
 
 class Extent:
     """Copies of positions ``low .. high-1`` of a node with the same ``users``.
 
-    Cut in two while held, it keeps its lower part, and ``rest`` leads holders of the whole on to the upper.
+    Cut in two while held, it keeps its lower part, and ``rest`` leads holders of the whole on to the upper. Only in
+    the idle list it has neighbours, so that one that is let go keeps nothing alive.
     """
 
     __slots__ = ("after", "before", "high", "low", "node", "rest", "users")
+    before: Extent
+    after: Extent
 
     def __init__(self, node: Node | None, low: int, high: int, users: int) -> None:
         self.node = node
@@ -88,8 +93,6 @@ class Extent:
         self.high = high
         self.users = users
         self.rest: Extent | None = None
-        self.before: Extent = self
-        self.after: Extent = self
 
 
 class Holding:
@@ -97,8 +100,9 @@ class Holding:
 
     __slots__ = ("blocks", "cached", "nodes", "runs", "table")
 
-    def __init__(self, runs: list[Run]) -> None:
-        self.runs = runs
+    def __init__(self) -> None:
+        #: Its content, prompt and answer.
+        self.runs: list[Run] = []
         self.blocks = 0
         self.cached = 0
         #: Nodes of the runs that have begun.
@@ -114,25 +118,31 @@ class ExtentPool:
     """Free blocks, cached content and who uses it."""
 
     def __init__(self, usable_blocks: int) -> None:
-        self.blank = usable_blocks
-        self.idle = 0
+        #: Blocks that can be taken, and those of them without content.
+        self.free = self.blank = usable_blocks
+        #: Blocks with more than one user.
         self.shared = 0
         self.index: dict[NodeKey, Node] = {}
-        self._ends = Extent(None, 0, 0, 0)  # both ends of the idle list: first to be evicted comes after it
+        # Both ends of the idle list: the first to be evicted comes after it.
+        self._ends = Extent(None, 0, 0, 0)
+        self._ends.before = self._ends.after = self._ends
 
     @property
-    def free(self) -> int:
-        """Blocks that can be taken."""
-        return self.blank + self.idle
+    def idle(self) -> int:
+        """Blocks with content that nobody uses."""
+        return self.free - self.blank
 
     def take(self, count: int) -> int:
         """Take blocks, those without content first, then the oldest content; returns how many lost content.
 
         ``count`` must not exceed ``free``. O(extents evicted).
         """
-        evict = max(0, count - self.blank)
-        self.blank -= count - evict
-        self.idle -= evict
+        self.free -= count
+        evict = count - self.blank
+        if evict <= 0:
+            self.blank -= count
+            return 0
+        self.blank = 0
         left = evict
         while left:
             oldest = self._ends.after
@@ -144,11 +154,12 @@ class ExtentPool:
                 break
             left -= size
             self._unlink(oldest)
-            del node.parts[node.place(oldest)]
-            if node.parts:
-                node.lose(end, size)
-            else:
+            if len(node.parts) == 1:
                 del self.index[node.key]
+                node.parts.clear()
+            else:
+                del node.parts[node.place(oldest)]
+                node.lose(end, size)
         return evict
 
     def find(self, runs: list[Run], limit: int, before: Callable[[Run], None]) -> Hit:
@@ -188,7 +199,7 @@ class ExtentPool:
                     self._cut(extent, high)
                 if not extent.users:
                     self._unlink(extent)
-                    self.idle -= high - low
+                    self.free -= high - low
                 elif extent.users == 1:
                     self.shared += high - low
                 extent.users += 1
@@ -197,39 +208,39 @@ class ExtentPool:
 
     def publish(self, holding: Holding, end: int, before: Callable[[Run], None]) -> None:
         """Make the first ``end`` blocks of a sequence findable; ``before`` is told of each run that gets more."""
-        while holding.cached < end:
-            started = len(holding.nodes)
-            run = holding.runs[started - 1] if started else None
-            if run is None or holding.cached == run.end:
-                run = holding.runs[started]
+        nodes, cached = holding.nodes, holding.cached
+        while cached < end:
+            run = holding.runs[len(nodes) - 1] if nodes else None
+            if run is not None and cached < run.end:
                 before(run)
-                key = (holding.nodes[-1] if started else None, run.first, run.key)
-                node = self.index.get(key)
-                if node is None:
-                    node = self.index[key] = Node(key)
-                holding.nodes.append(node)
+                node = nodes[-1]
             else:
+                run = holding.runs[len(nodes)]
                 before(run)
-                node = holding.nodes[-1]
-            high = min(run.end, end)
+                key = (nodes[-1] if nodes else None, run.first, run.key)
+                node = self.index.get(key) or self._new_node(key)
+                nodes.append(node)
+            high = run.end if run.end < end else end
             self._enter(holding, node, high)
-            holding.cached = high
+            holding.cached = cached = high
+
+    def _new_node(self, key: NodeKey) -> Node:
+        node = self.index[key] = Node(key)
+        return node
 
     def release(self, holding: Holding) -> None:
         """Take a user from all that a sequence holds, last block first."""
         for first, end in reversed(holding.table):
-            pieces = [first]
-            while pieces[-1].high < end:
-                following = pieces[-1].rest
-                assert following is not None
-                pieces.append(following)
+            pieces = (first,) if first.high == end else _pieces(first, end)
             for extent in reversed(pieces):
                 extent.users -= 1
                 if not extent.users:
                     self._push(extent)
                 elif extent.users == 1:
                     self.shared -= extent.high - extent.low
-        self.blank += holding.blocks - holding.cached
+        uncached = holding.blocks - holding.cached
+        self.blank += uncached
+        self.free += uncached
         holding.blocks = holding.cached = 0
         holding.table.clear()
         holding.nodes.clear()
@@ -244,15 +255,11 @@ class ExtentPool:
     def _enter(self, holding: Holding, node: Node, high: int) -> None:
         """Add the sequence's blocks up to ``high`` to a node."""
         low = holding.cached
-        if holding.table:
+        if holding.table and node.parts:
             entry, end = holding.table[-1]
-            last = entry
-            while last.high < end:
-                following = last.rest
-                assert following is not None
-                last = following
+            last = entry if entry.high == end else _pieces(entry, end)[-1]
             # In place only if nobody else has it and nothing was entered in this node since.
-            if end == low and last.users == 1 and last.node is node and node.parts[-1] is last:
+            if last is node.parts[-1] and last.users == 1 and end == low:
                 last.high = high
                 holding.table[-1] = (entry, high)
                 node.gain(low, high)
@@ -279,7 +286,7 @@ class ExtentPool:
 
     def _push(self, extent: Extent) -> None:
         """Put an extent that lost its last user at the end of the idle list, joined to its upper neighbour."""
-        self.idle += extent.high - extent.low
+        self.free += extent.high - extent.low
         extent.rest = None
         node, last = extent.node, self._ends.before
         assert node is not None
@@ -288,15 +295,25 @@ class ExtentPool:
         self._link(extent, after=self._ends.before)
 
     def _link(self, extent: Extent, *, after: Extent) -> None:
-        extent.before, extent.after = after, after.after
-        after.after.before = extent
-        after.after = extent
+        follower = after.after
+        extent.before, extent.after = after, follower
+        follower.before = after.after = extent
 
     def _unlink(self, extent: Extent) -> None:
-        extent.before.after = extent.after
-        extent.after.before = extent.before
-        extent.before = extent.after = extent  # or it would keep its old neighbours alive
+        before, after = extent.before, extent.after
+        before.after, after.before = after, before
+        del extent.before, extent.after
         extent.rest = None  # of an idle extent it leads nowhere
+
+
+def _pieces(first: Extent, end: int) -> list[Extent]:
+    """An extent and its ``rest`` up to ``end``."""
+    pieces = [first]
+    while pieces[-1].high < end:
+        following = pieces[-1].rest
+        assert following is not None
+        pieces.append(following)
+    return pieces
 
 
 def _covering(node: Node, low: int, high: int) -> list[tuple[Extent, int, int]]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from math import isqrt
+from math import sqrt
 from typing import Any, Literal, Protocol
 
-from kvplan.core.engine import StepWork, Turn
+from kvplan.core.engine import DecodeRun, StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 
@@ -36,22 +36,22 @@ class Engine(Protocol):
     def add(self, request: Request) -> None:
         """Queue a request."""
 
-    def turn(self, max_steps: int = 1) -> Turn[Any]:
-        """Take one step or, where that is exact, up to ``max_steps`` like ones."""
+    def turn(self, max_steps: int = 1) -> Turn[Any] | DecodeRun[Any]:
+        """Take one step or, where that is exact, up to ``max_steps`` decode steps."""
 
 
 @dataclass(slots=True)
 class StepRecord:
     """One turn as observers see it: its place in time, who came, what the engine did.
 
-    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A turn of
+    ``turn`` is None where only refused requests came and no step ran. ``start`` and ``end`` are ticks. A run of
     several steps counts from ``step``: the first takes ``first`` ticks, each following one ``growth`` more.
     """
 
     step: int
     start: int
     end: int
-    turn: Turn[Any] | None
+    turn: Turn[Any] | DecodeRun[Any] | None
     arrived: list[Request] = field(default_factory=list)
     rejected: list[Request] = field(default_factory=list)
     first: int = 0
@@ -88,8 +88,7 @@ def run(
     """
     queue = iter(requests)
     upcoming = next(queue, None)
-    now = 0
-    steps = 0
+    now = steps = first = growth = 0
     while True:
         arrived: list[Request] = []
         rejected: list[Request] = []
@@ -110,41 +109,49 @@ def run(
             metrics.idle(now, upcoming.arrival)
             now = upcoming.arrival
             continue
-        shape = engine.decode_shape() if decode_price is not None else None
-        first = growth = 0
-        max_steps = 1
+        shape = None if decode_price is None else engine.decode_shape()
+        most = 1
         if shape is not None and decode_price is not None:
             first, growth, valid = decode_price(*shape)
-            max_steps = min(valid, _LONGEST_TURN)
+            most = min(valid, _LONGEST_TURN)
             if upcoming is not None:
-                max_steps = min(max_steps, _steps_until(upcoming.arrival - now, first, growth))
-        turn = engine.turn(max_steps)
-        if turn.steps == 1:
-            first = 0 if turn.is_dead else price(turn.work)
-            if turn.is_dead and upcoming is not None:
-                first = upcoming.arrival - now
-        end = now + turn.steps * first + growth * (turn.steps * (turn.steps - 1) // 2)
-        metrics.fold(turn, now, now + first, growth)
+                most = _steps_until(upcoming.arrival - now, first, growth, most)
+        turn = engine.turn(most)
+        if isinstance(turn, DecodeRun):
+            taken, is_dead = turn.steps, False
+            if shape is None:
+                first, growth = price(turn.first_work), 0
+            end = now + _run_ticks(taken, first, growth)
+            metrics.fold_run(turn, now, end, first, growth)
+        else:
+            taken, is_dead = 1, turn.is_dead
+            end = now if is_dead else now + price(turn.work)
+            if is_dead and upcoming is not None:
+                end = upcoming.arrival
+            metrics.fold(turn, now, end)
         if observe is not None:
             number = now if step_numbered else steps
             observe(StepRecord(number, now, end, turn, arrived, rejected, first, growth))
-        steps += turn.steps
+        steps += taken
         now = end
-        if upcoming is None and turn.is_dead:
+        if upcoming is None and is_dead:
             return Outcome("stuck", "the head of the queue needs more blocks than can ever be free")
         if upcoming is None and engine.is_livelocked:
             return Outcome("stuck", "a sequence outgrows the pool, is preempted and starts over without end")
 
 
-def _steps_until(gap: int, first: int, growth: int) -> int:
-    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``."""
-    if growth == 0:
-        return -(-gap // first)
+def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
+    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``; at most ``most``."""
     # The root of growth/2 k^2 + (first - growth/2) k = gap, then at most a few steps of correction.
-    linear = 2 * first - growth
-    steps = max(1, (isqrt(linear * linear + 8 * growth * gap) - linear) // (2 * growth))
-    while steps * first + growth * (steps * (steps - 1) // 2) < gap:
+    linear = first - growth / 2
+    root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
+    steps = min(most, int(root) + 1)
+    while steps < most and _run_ticks(steps, first, growth) < gap:
         steps += 1
-    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+    while steps > 1 and _run_ticks(steps - 1, first, growth) >= gap:
         steps -= 1
     return steps
+
+
+def _run_ticks(steps: int, first: int, growth: int) -> int:
+    return steps * first + growth * (steps * (steps - 1) // 2)

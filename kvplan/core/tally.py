@@ -9,10 +9,10 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections import defaultdict
 from collections.abc import Sequence as Seq
-from heapq import merge
 from itertools import accumulate
+from operator import mul
 from typing import Literal
 
 #: Values that are kept exactly (METRICS: percentiles).
@@ -26,43 +26,46 @@ SKETCH_ERROR = 0.0005
 _LOOSE = 1 << 17
 
 
-class Summary:
-    """A finished set: its size, sum, maximum, and percentiles by linear interpolation."""
+Part = tuple[Seq[float], Seq[int]]
 
-    def __init__(
-        self, ordered: Seq[float], ends: Seq[int], total: float, largest: float, *, exact: bool
-    ) -> None:
-        """The i-th of ``ordered`` stands at places ``ends[i-1] .. ends[i]-1`` of the sorted values."""
-        self._ordered = ordered
-        self._ends = ends
+
+class Summary:
+    """A finished set: its size, sum, maximum, and percentiles by linear interpolation.
+
+    It is the union of ``parts``, each with different values in order and, for each, how many of the part are not
+    above it. Values of several parts are whole numbers.
+    """
+
+    def __init__(self, parts: list[Part], total: float, largest: float, *, exact: bool) -> None:
+        self._parts = parts
+        self.count = sum(ends[-1] for _, ends in parts)
         self.total = total
         self.largest = largest
         self.exact = exact
 
-    @property
-    def count(self) -> int:
-        """Values in all."""
-        return self._ends[-1] if self._ends else 0
-
     def percentile(self, percent: int) -> float:
-        """As NumPy's default: linear interpolation between order statistics. O(log n)."""
-        return percentile(self._ordered, self._ends, percent)
+        """As NumPy's default: linear interpolation between order statistics. O(parts log^2 n).
 
+        >>> Summary([([10, 20], [1, 4])], 70, 20, exact=True).percentile(25)  # of 10, 20, 20, 20
+        17.5
+        """
+        place, rest = divmod(percent * (self.count - 1), 100)
+        low = self._at(place)
+        return low + (self._at(place + 1) - low) * rest / 100 if rest else low
 
-def percentile(ordered: Seq[float], ends: Seq[int], percent: int) -> float:
-    """The percentile by linear interpolation between order statistics, as NumPy's default.
+    def _at(self, place: int) -> float:
+        """The value at a place, from 0, of all in order."""
+        if len(self._parts) == 1:
+            ordered, ends = self._parts[0]
+            return ordered[bisect_right(ends, place)]
+        return bisect_right(range(int(self.largest) + 1), place, key=self._count_up_to)
 
-    ``ordered[i]`` stands at places ``ends[i-1] .. ends[i]-1`` of the sorted values. O(log n).
-
-    >>> percentile([10, 20], [1, 4], 25)  # of 10, 20, 20, 20
-    17.5
-    """
-    place, part = divmod(percent * (ends[-1] - 1), 100)
-    low = ordered[bisect_right(ends, place)]
-    if not part:
-        return low
-    high = ordered[bisect_right(ends, place + 1)]
-    return low + (high - low) * part / 100
+    def _count_up_to(self, value: int) -> int:
+        count = 0
+        for ordered, ends in self._parts:
+            index = bisect_right(ordered, value)
+            count += ends[index - 1] if index else 0
+        return count
 
 
 class _Buckets:
@@ -81,8 +84,22 @@ class _Buckets:
         if value <= 0:
             self._zeros += count
             return
-        bucket = math.floor(math.log(value) / _LOG_GROWTH)
+        bucket = _bucket(value)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
+
+    def add_all(self, values: Seq[float], count: int) -> None:
+        """Take in values in order, each of which came ``count`` times. O(buckets they fall in), at most."""
+        if len(values) > 2 and values[0] > 0 and _bucket(values[0]) == _bucket(values[-1]):
+            self._total += sum(values) * count
+            self._largest = max(self._largest, values[-1])
+            self._counts[_bucket(values[0])] = self._counts.get(_bucket(values[0]), 0) + count * len(values)
+        elif len(values) > 2:
+            half = len(values) // 2
+            self.add_all(values[:half], count)
+            self.add_all(values[half:], count)
+        else:
+            for value in values:
+                self.add(value, count)
 
     def summary(self) -> Summary:
         """The set, each value at its bucket's middle."""
@@ -91,7 +108,11 @@ class _Buckets:
         counts = [self._counts[bucket] for bucket in buckets]
         if self._zeros:
             middles, counts = [0.0, *middles], [self._zeros, *counts]
-        return Summary(middles, list(accumulate(counts)), self._total, self._largest, exact=False)
+        return Summary([(middles, list(accumulate(counts)))], self._total, self._largest, exact=False)
+
+
+def _bucket(value: float) -> int:
+    return math.floor(math.log(value) / _LOG_GROWTH)
 
 
 class Values:
@@ -118,61 +139,63 @@ class Values:
         """The set as it is now. O(n log n)."""
         if self._buckets is not None:
             return self._buckets.summary()
+        if not self._values:
+            return Summary([], 0, 0, exact=True)
         ordered = sorted(self._values)
-        largest = ordered[-1] if ordered else 0
-        return Summary(ordered, range(1, len(ordered) + 1), sum(ordered), largest, exact=True)
+        parts: list[Part] = [(ordered, range(1, len(ordered) + 1))]
+        return Summary(parts, sum(ordered), ordered[-1], exact=True)
 
 
 class Counts:
-    """Whole numbers that come with counts. ``loose`` may be added to from outside, then `settle` looks at it."""
+    """Whole numbers from 0 on that come with counts."""
 
     def __init__(self, *, limit: int = EXACT_VALUES) -> None:
-        self.loose: dict[int, int] = {}
         self._limit = limit
-        self._packed_values = array("q")
-        self._packed_counts = array("q")
-        self._packed = 0
+        self._loose: defaultdict[int, int] = defaultdict(int)
+        self._packed: list[tuple[array[int], array[int]]] = []  # values in order, and their counts
+        self._num_packed = 0
         self._buckets: _Buckets | None = None
 
     def add(self, value: int, count: int = 1) -> None:
         """Take in a value that came ``count`` times."""
-        self.loose[value] = self.loose.get(value, 0) + count
+        if self._buckets is not None:
+            self._buckets.add(value, count)
+            return
+        self._loose[value] += count
+        if len(self._loose) > _LOOSE:
+            self._pack()
 
-    def settle(self) -> None:
-        """Pack what has come if it is much. Call it now and then: O(1) unless it packs."""
-        if len(self.loose) > max(_LOOSE, len(self._packed_values) // 2):
+    def add_all(self, values: Seq[int], count: int) -> None:
+        """Take in values in order, each of which came ``count`` times."""
+        if self._buckets is not None:
+            self._buckets.add_all(values, count)
+            return
+        loose = self._loose
+        for value in values:
+            loose[value] += count
+        if len(loose) > _LOOSE:
             self._pack()
 
     def summary(self) -> Summary:
         """The set as it is now."""
-        self._pack()
+        if self._loose:
+            self._pack()
         if self._buckets is not None:
             return self._buckets.summary()
-        values, counts = self._packed_values, self._packed_counts
-        total = sum(value * count for value, count in zip(values, counts, strict=True))
-        return Summary(values, list(accumulate(counts)), total, values[-1] if values else 0, exact=True)
+        total = sum(sum(map(mul, values, counts)) for values, counts in self._packed)
+        largest = max((values[-1] for values, _ in self._packed), default=0)
+        parts: list[Part] = [(values, list(accumulate(counts))) for values, counts in self._packed]
+        return Summary(parts, total, largest, exact=True)
 
     def _pack(self) -> None:
-        self._packed += sum(self.loose.values())
-        if self._buckets is None and self._packed > self._limit:
+        """Turn what is loose into two arrays, or all there is into buckets beyond the limit."""
+        values = array("q", sorted(self._loose))
+        self._packed.append((values, array("q", map(self._loose.__getitem__, values))))
+        self._num_packed += sum(self._loose.values())
+        self._loose.clear()
+        if self._num_packed > self._limit:
             self._buckets = _Buckets()
-            for value, count in zip(self._packed_values, self._packed_counts, strict=True):
-                self._buckets.add(value, count)
-            self._packed_values, self._packed_counts = array("q"), array("q")
-        if self._buckets is not None:
-            for value, count in self.loose.items():
-                self._buckets.add(value, count)
-        else:
-            self._merge(sorted(self.loose.items()))
-        self.loose.clear()
-
-    def _merge(self, new: Iterable[tuple[int, int]]) -> None:
-        """Merge sorted pairs into the packed ones. O(both)."""
-        values, counts = array("q"), array("q")
-        for value, count in merge(zip(self._packed_values, self._packed_counts, strict=True), new):
-            if values and values[-1] == value:
-                counts[-1] += count
-            else:
-                values.append(value)
-                counts.append(count)
-        self._packed_values, self._packed_counts = values, counts
+            for values, counts in self._packed:
+                for value, count in zip(values, counts, strict=True):
+                    self._buckets.add(value, count)
+            self._packed.clear()

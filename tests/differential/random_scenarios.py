@@ -10,7 +10,7 @@ from random import Random
 from typing import Any
 
 from kvplan.core.content import block_hashes
-from kvplan.core.engine import SchedulerConfig, Turn
+from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.extents import Node
@@ -123,8 +123,9 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
         compare_pools(plain, fast, publish_at_once=publish_at_once)
-        steps += turn.steps
-        now += turn.steps
+        taken = turn.steps if isinstance(turn, DecodeRun) else 1
+        steps += taken
+        now += taken
         preemptions += len(step.preempted)
         if step.is_dead or plain.is_livelocked:
             if not queue:
@@ -134,42 +135,57 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
     return steps, preemptions
 
 
-def compare_turn(plain: VllmPlain, turn: Turn[Any]) -> Turn[Any]:
+def compare_turn(plain: VllmPlain, turn: Turn[Any] | DecodeRun[Any]) -> Turn[Any]:
     """Let the plain engine take the same steps and hold each figure against it; returns its last step."""
-    evicted = 0
-    free, cached = turn.free_blocks, turn.cached_blocks
-    for i in range(turn.steps):
-        step = plain.turn()
-        evicted += step.evicted
-        if i:
-            free -= turn.takes[i]
-            cached = min(cached, free)  # blocks without content are taken first
-        assert step.cached_blocks == cached
-        if turn.steps > 1:
-            assert len(step.scheduled) == turn.decoders
-            assert step.free_blocks == free
-            assert not step.admitted + step.preempted
-            assert not step.finished or i == turn.steps - 1
+    if isinstance(turn, DecodeRun):
+        return compare_run(plain, turn)
+    step = plain.turn()
     for name in ("admitted", "resumed", "preempted", "finished"):
         assert [s.id for s in getattr(step, name)] == [s.id for s in getattr(turn, name)], name
     assert [(s.id, n) for s, n in step.prefix_hits] == [(s.id, n) for s, n in turn.prefix_hits]
     assert step.preemptions == turn.preemptions
-    assert evicted == turn.evicted
-    assert (step.free_blocks_end, step.running, step.waiting) == (
-        turn.free_blocks_end,
-        turn.running,
-        turn.waiting,
-    )
-    if turn.steps == 1:
-        ours = {s.id: n for s, n in turn.scheduled}
-        assert {s.id: n for s, n in step.scheduled if s.id in ours} == ours
-        assert len(step.scheduled) == len(turn.scheduled) + turn.decoders
-        for name in ("scheduled_tokens", "recomputed_tokens", "free_blocks", "shared_blocks"):
-            assert getattr(step, name) == getattr(turn, name), name
-        assert (step.empty_slots, step.reserved_slots) == (turn.empty_slots, turn.reserved_slots)
-        assert step.work.decodes == turn.work.decodes
-        assert step.work.decode_context == turn.work.decode_context
-        assert sorted(step.work.chunks) == sorted(turn.work.chunks)
+    ours = {s.id: n for s, n in turn.scheduled}
+    assert {s.id: n for s, n in step.scheduled if s.id in ours} == ours
+    assert len(step.scheduled) == len(turn.scheduled) + turn.decoders
+    for name in (*COUNTS, "evicted", "scheduled_tokens", "recomputed_tokens", "free_blocks_end"):
+        assert getattr(step, name) == getattr(turn, name), name
+    assert step.work.decodes == turn.work.decodes
+    assert step.work.decode_context == turn.work.decode_context
+    assert sorted(step.work.chunks) == sorted(turn.work.chunks)
+    return step
+
+
+COUNTS = (
+    "free_blocks",
+    "cached_blocks",
+    "running",
+    "waiting",
+    "shared_blocks",
+    "empty_slots",
+    "reserved_slots",
+)
+
+
+def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
+    """As `compare_turn` for steps in which the same sequences decode."""
+    evicted = 0
+    free, cached = run.free_blocks, run.cached_blocks
+    for i in range(run.steps):
+        step = plain.turn()
+        evicted += step.evicted
+        assert [tokens for _, tokens in step.scheduled] == [1] * run.decoders
+        assert not step.admitted + step.resumed + step.preempted
+        if i == 0:
+            assert [getattr(step, name) for name in COUNTS] == [getattr(run, name) for name in COUNTS]
+            assert step.work == run.first_work
+        else:
+            free -= run.takes[i]
+            cached = min(cached, free)  # blocks without content are taken first
+        assert (step.free_blocks, step.cached_blocks) == (free, cached)
+        assert not step.finished or i == run.steps - 1
+    assert [s.id for s in step.finished] == [s.id for s in run.finished]
+    assert (evicted, step.free_blocks_end) == (run.evicted, run.free_blocks_end)
+    assert (step.running, step.waiting) == (run.running, run.waiting)
     return step
 
 
@@ -218,6 +234,6 @@ def prefix(node: Node, end: int, block_size: int) -> list[Segment]:
     """The content of the first ``end`` blocks of a node's prefix."""
     parent, first, key = node.key
     before = prefix(parent, first, block_size) if parent is not None else []
-    last = key[-1]
+    stream, start, length = key[-1]
     more = (end - first - 1) * block_size
-    return [*before, *key, Segment(last.stream, last.start + last.length, more)]
+    return [*before, *(Segment(*piece) for piece in key), Segment(stream, start + length, more)]

@@ -26,7 +26,7 @@ from kvplan.core.metrics import (
 )
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import StepRecord, run
-from kvplan.core.tally import percentile
+from kvplan.core.tally import Summary
 
 #: A step takes 10 ticks, a tick is 0.1 s: a step is a second.
 TICK = Fraction(1, 10)
@@ -398,23 +398,27 @@ def test_without_seconds_times_are_unknown_and_counts_are_not() -> None:
 # Percentiles
 
 
+def summary(values: list[float], ends: list[int]) -> Summary:
+    return Summary([(values, ends)], sum(values), values[-1], exact=True)
+
+
 @pytest.mark.parametrize(
     ("percent", "value"),
     [(0, 10), (25, 15), (50, 20), (75, 25), (90, 28), (95, 29), (99, pytest.approx(29.8)), (100, 30)],
 )
 def test_percentiles_lie_between_order_statistics(percent: int, value: float) -> None:
     # Places 0, 1, 2 hold 10, 20, 30; p percent lies at place 2 p / 100.
-    assert percentile([10, 20, 30], [1, 2, 3], percent) == value
+    assert summary([10, 20, 30], [1, 2, 3]).percentile(percent) == value
 
 
 def test_repeated_values_take_a_place_each() -> None:
     # 10, 20, 20, 20: p25 at place 0.75: 17.5; p50 at 1.5: between two of 20.
-    assert percentile([10, 20], [1, 4], 25) == 17.5
-    assert percentile([10, 20], [1, 4], 50) == 20
+    assert summary([10, 20], [1, 4]).percentile(25) == 17.5
+    assert summary([10, 20], [1, 4]).percentile(50) == 20
 
 
 def test_the_percentile_of_one_value_is_that_value() -> None:
-    assert percentile([7], [1], 99) == 7
+    assert summary([7], [1]).percentile(99) == 7
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(1, None), (2, 30), (4, 10)])

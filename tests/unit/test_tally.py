@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.core.tally import _LOOSE, SKETCH_ERROR, Counts, Values
+from kvplan.core.tally import _LOOSE, SKETCH_ERROR, Counts, Summary, Values
 
 WHOLE = st.integers(0, 10**15)
 
@@ -72,10 +72,47 @@ def test_much_that_was_counted_is_packed_and_stays_exact() -> None:
     kept = Counts()
     for value in range(2 * _LOOSE + 2):
         kept.add(value % (_LOOSE + 1), 2)
-        kept.settle()
-    assert len(kept.loose) <= _LOOSE
+    assert len(kept._loose) <= _LOOSE
     found = kept.summary()
     assert (found.count, found.largest, found.percentile(50)) == (4 * _LOOSE + 4, _LOOSE, _LOOSE / 2)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 10**4), st.integers(0, 30), st.integers(1, 40), st.integers(1, 9)),
+        min_size=1,
+        max_size=8,
+    ),
+    st.sampled_from([20, 10**7]),
+    st.integers(0, 100),
+)
+def test_values_that_come_in_a_row_are_those_that_come_alone(
+    runs: list[tuple[int, int, int, int]], limit: int, percent: int
+) -> None:
+    alone, together = Counts(limit=limit), Counts(limit=limit)
+    for first, growth, steps, count in runs:
+        values = [first + growth * step for step in range(steps)]
+        together.add_all(values, count)
+        for value in values:
+            alone.add(value, count)
+    one, other = alone.summary(), together.summary()
+    assert (one.count, one.total, one.largest, one.exact) == (
+        other.count,
+        other.total,
+        other.largest,
+        other.exact,
+    )
+    assert one.percentile(percent) == other.percentile(percent)
+
+
+@given(st.lists(st.lists(WHOLE, min_size=1), min_size=1, max_size=5), st.integers(0, 100))
+def test_parts_are_one_set(parts: list[list[int]], percent: int) -> None:
+    distinct = [sorted(set(part)) for part in parts]
+    spread = [value for part in distinct for value in part]
+    found = Summary(
+        [(part, range(1, len(part) + 1)) for part in distinct], sum(spread), max(spread), exact=True
+    )
+    assert found.percentile(percent) == by_hand(spread, percent)
 
 
 def test_of_nothing_there_is_no_value() -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -34,6 +34,8 @@ class Vllm:
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
         self._holdings: dict[Member, Holding] = {}
+        #: Free blocks that an admission must leave while others run.
+        self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._num_added = 0
         self._num_admitted = 0
         self._outgrown: set[Member] = set()
@@ -73,16 +75,11 @@ class Vllm:
         return None
 
     def add(self, request: Request) -> None:
-        """Queue a request; `refusal` must be None. O(segments of its content)."""
+        """Queue a request; `refusal` must be None."""
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        runs = (
-            content_runs(request.full_content(), self.config.block_size)
-            if self.config.enable_prefix_caching
-            else []
-        )
-        self._holdings[member] = Holding(runs)
+        self._holdings[member] = Holding()
         if self.config.policy == "fcfs":
             self.waiting.append(member)
         else:
@@ -97,102 +94,99 @@ class Vllm:
             return None
         return self.cohort.size, self.cohort.context
 
-    def turn(self, max_steps: int = 1) -> Turn[Member]:
+    def turn(self, max_steps: int = 1) -> Turn[Member] | DecodeRun[Member]:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
-        turn: Turn[Member] = Turn()
         if self.decode_shape() is not None:
             steps = self._steps_alike(max_steps)
             if steps:
-                self._decode(turn, steps)
-                return turn
-        self._step(turn)
-        return turn
+                return self._decode(steps)
+        return self._step()
 
     def _steps_alike(self, max_steps: int) -> int:
         """Steps until somebody finishes or blocks run short; 0 if the next step needs the literal rules."""
         cohort = self.cohort
-        first_finish = cohort.first_finish
-        assert first_finish is not None, "a cohort with members has a first to finish"
-        if cohort.size > self.config.max_num_batched_tokens:
-            return 0
-        return cohort.steps_within(self.pool.free, min(max_steps, first_finish - cohort.step + 1))
+        steps = min(max_steps, cohort.first_finish - cohort.step + 1)
+        return cohort.steps_within(self.pool.free, steps)
 
-    def _decode(self, turn: Turn[Member], steps: int) -> None:
-        cohort = self.cohort
+    def _decode(self, steps: int) -> DecodeRun[Member]:
+        """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
+        cohort, pool = self.cohort, self.pool
         self._restarts = 0
-        turn.steps = steps
-        turn.decoders = turn.work.decodes = turn.work.sampled = cohort.size
-        turn.work.decode_context = cohort.context
-        turn.takes = cohort.takes(steps)
-        turn.free_blocks = self.pool.free - turn.takes[0]
-        turn.cached_blocks = min(self.pool.idle, turn.free_blocks)  # blocks without content are taken first
-        turn.evicted = self.pool.take(sum(turn.takes))
-        turn.running, turn.waiting = len(self.running), len(self.waiting)
-        turn.scheduled_tokens = cohort.size * steps
-        turn.shared_blocks = self.pool.shared
-        empty, waste = cohort.empty, cohort.waste
-        turn.waste_begun = cohort.advance(steps)
-        turn.empty_slots = empty + self.config.block_size * turn.takes[0] - cohort.size
-        first = sum(slots for offset, slots in turn.waste_begun if offset == 0)
-        turn.reserved_slots = turn.empty_slots - waste - first
-        self._finish(turn, cohort.finished())
+        context, waste = cohort.context, cohort.waste
+        takes = cohort.takes(steps)
+        taken = sum(takes)
+        empty = cohort.empty + self.config.block_size * takes[0] - cohort.size
+        waste_begun = cohort.advance(steps, taken)
+        run: DecodeRun[Member] = DecodeRun(
+            steps=steps,
+            decoders=cohort.size,
+            context=context,
+            takes=takes,
+            free_blocks=pool.free - takes[0],
+            cached_blocks=min(pool.idle, pool.free - takes[0]),  # blocks without content are taken first
+            evicted=pool.take(taken),
+            running=len(self.running),
+            waiting=len(self.waiting),
+            shared_blocks=pool.shared,
+            empty_slots=empty,
+            reserved_slots=empty - waste - sum(slots for offset, slots in waste_begun if not offset),
+            waste_begun=waste_begun,
+            finished=cohort.finished(),
+            free_blocks_end=0,
+        )
+        for member in run.finished:
+            self._finish(member)
+        run.free_blocks_end = pool.free
+        return run
 
-    def _step(self, turn: Turn[Member]) -> None:
+    def _step(self) -> Turn[Member]:
         """One step by the rules: running sequences first, then waiting ones."""
-        config, cohort = self.config, self.cohort
+        config, cohort, pool = self.config, self.cohort, self.pool
+        turn: Turn[Member] = Turn()
         cap = self._prefill_cap()
-        chunks, demand, need = self._demand(cap)
-        scheduled: dict[Member, int] = {}
-        if demand <= config.max_num_batched_tokens and need <= self.pool.free:
-            turn.evicted += self.pool.take(need)
-            for member, tokens in chunks.items():
+        scheduled = self._chunks(cap)
+        need = cohort.crossings
+        for member, tokens in scheduled.items():
+            need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
+        if need <= pool.free:
+            turn.evicted = pool.take(need)
+            for member, tokens in scheduled.items():
                 self._seen_serial = member.serial
                 self._place_chunk(member, tokens)
-            scheduled, decoders = chunks, cohort.size
-            turn.work.decode_context = cohort.context
-            budget = config.max_num_batched_tokens - demand
         else:
-            decoders, budget = self._walk(turn, scheduled, cap)
+            scheduled = self._walk(turn, cap)
         self._seen_serial = _EVERYBODY
-        if not turn.preempted:
+        budget = config.max_num_batched_tokens - cohort.size - sum(scheduled.values())
+        if not turn.preempted and self.waiting:
             self._admit_waiting(turn, scheduled, budget, cap)
             if scheduled:  # with decodes alone, nothing but a release can let the head in later
                 self._head_is_blocked = False
-        self._compute(turn, scheduled, decoders)
+        self._compute(turn, scheduled)
         self._settle(turn, scheduled)
+        return turn
 
-    def _demand(self, cap: int) -> tuple[dict[Member, int], int, int]:
-        """Prompt chunks of this step, tokens and blocks that all running sequences want together.
+    def _chunks(self, cap: int) -> dict[Member, int]:
+        """Prompt chunks of this step. Each running sequence gets at least a token, and only the last may be cut.
 
-        The last in the list is cut to what is left of the budget if that alone makes all fit.
+        For it got one when it was admitted last, and since then nobody before it has come to want more: a chunk grows
+        only with an adaptive cap, which is a share of the budget for each.
         """
-        cohort, budget = self.cohort, self.config.max_num_batched_tokens
+        left = self.config.max_num_batched_tokens - self.cohort.size
         chunks: dict[Member, int] = {}
         for member in self.prefilling:
             tokens = member.num_tokens - member.computed
-            chunks[member] = cap if 0 < cap < tokens else tokens
-        demand = cohort.size + sum(chunks.values())
-        if demand > budget and chunks:
-            last = next(reversed(self.prefilling))
-            over = demand - budget
-            if last is next(reversed(self.running)) and over <= chunks[last]:
-                chunks[last] -= over
-                demand = budget
-                if not chunks[last]:
-                    del chunks[last]
-        need = cohort.crossings
-        for member, tokens in chunks.items():
-            need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
-        return chunks, demand, need
+            if 0 < cap < tokens:
+                tokens = cap
+            chunks[member] = tokens = min(tokens, left)
+            left -= tokens
+        return chunks
 
-    def _walk(self, turn: Turn[Member], scheduled: dict[Member, int], cap: int) -> tuple[int, int]:
-        """The running loop, literally; returns decoders scheduled and the budget that is left.
-
-        Chunks are recorded in ``scheduled``. Decoders that are not reached or do not get their turn are paused.
-        """
-        cohort, budget = self.cohort, self.config.max_num_batched_tokens
+    def _walk(self, turn: Turn[Member], cap: int) -> dict[Member, int]:
+        """The running loop, literally, where blocks run short; returns the chunks that were scheduled."""
+        budget = self.config.max_num_batched_tokens
         order = list(self.running)
-        decoders: dict[Member, None] = {}
+        scheduled: dict[Member, int] = {}
+        decoders: set[Member] = set()
         extra_blocks: set[Member] = set()  # decoders that took a block in this step
         index = 0
         while index < len(order) and budget > 0:
@@ -215,7 +209,7 @@ class Vllm:
                     index -= 1
                 turn.preemptions.append(self._cause(victim, member, need))
                 self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
-                decoders.pop(victim, None)
+                decoders.discard(victim)
                 fits = victim is not member
             if not fits:
                 if self.config.policy == "fcfs":
@@ -223,7 +217,7 @@ class Vllm:
                 continue
             turn.evicted += self.pool.take(need)
             if member.decoding:
-                decoders[member] = None
+                decoders.add(member)
                 if need:
                     extra_blocks.add(member)
             else:
@@ -231,11 +225,8 @@ class Vllm:
                 scheduled[member] = tokens
             budget -= tokens
             index += 1
-        turn.work.decode_context = sum(m.base + cohort.step + 1 for m in decoders)
-        for member in [m for m in self.running if m.decoding and m not in decoders]:
-            turn.starved.append(member)
-            cohort.pause(member)
-        return len(decoders), budget
+        assert len(decoders) == self.cohort.size, "whoever runs gets a token (see _chunks)"
+        return scheduled
 
     def _blocks_needed(self, member: Member, tokens: int) -> int:
         if member.decoding:
@@ -319,23 +310,26 @@ class Vllm:
         """The longest cached prefix; at least one token stays to be computed."""
         if not self.config.enable_prefix_caching:
             return []
-        limit = (member.num_tokens - 1) // self.config.block_size
-        return self.pool.find(self._holdings[member].runs, limit, self._publish_grower)
+        block_size, holding = self.config.block_size, self._holdings[member]
+        if not holding.runs:
+            holding.runs = content_runs(member.request.full_content(), block_size)
+        return self.pool.find(holding.runs, (member.num_tokens - 1) // block_size, self._publish_grower)
 
     def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
         """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""
         config, pool = self.config, self.pool
         hit_blocks = hit_tokens // config.block_size
-        idle = pool.count_idle(hit)
-        kept_free = int(config.watermark * config.num_gpu_blocks) if self.running else 0
-        if config.scheduler_reserve_full_isl:
-            need_all = max(0, self._blocks_for(member.num_tokens) - hit_blocks)
-            if need_all + idle + kept_free > pool.free:
-                return False
-        need = max(0, self._blocks_for(hit_tokens + tokens) - hit_blocks)
-        if need + idle + kept_free > pool.free:
+        idle = pool.count_idle(hit) if hit else 0
+        room = pool.free - idle
+        if self.running:
+            room -= self._watermark_blocks
+        need = self._blocks_for(hit_tokens + tokens) - hit_blocks
+        if need > room:
             return False
-        pool.adopt(self._holdings[member], hit)
+        if config.scheduler_reserve_full_isl and self._blocks_for(member.num_tokens) - hit_blocks > room:
+            return False
+        if hit:
+            pool.adopt(self._holdings[member], hit)
         turn.evicted += pool.take(need)
         member.computed = hit_tokens
         return True
@@ -343,7 +337,7 @@ class Vllm:
     # Blocks
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-min(tokens, self.config.max_model_len) // self.config.block_size)
+        return -(-tokens // self.config.block_size)  # no sequence outgrows max_model_len
 
     def _place_chunk(self, member: Member, tokens: int) -> None:
         """Record the blocks of a chunk, which were taken, and make the full ones findable."""
@@ -365,33 +359,34 @@ class Vllm:
         grower = self._growing.get(run.stream)
         if grower is None:
             return
-        # Nobody looks in a step after a turn was missed, so each grower before the looker took its.
+        # Whoever stands before the looker took its turn in this step.
         tokens = grower.base + self.cohort.step + (grower.serial < self._seen_serial)
         self.pool.publish(self._holdings[grower], tokens // self.config.block_size, _ignore)
         self._head_is_blocked = False
 
     # After scheduling
 
-    def _compute(self, turn: Turn[Member], scheduled: dict[Member, int], decoders: int) -> None:
+    def _compute(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
         """Advance what was scheduled and sum up the step."""
-        block_size, cohort = self.config.block_size, self.cohort
-        turn.decoders = turn.work.decodes = turn.work.sampled = decoders
-        turn.scheduled_tokens = decoders
+        block_size, cohort, work = self.config.block_size, self.cohort, turn.work
+        turn.decoders = work.decodes = work.sampled = turn.scheduled_tokens = cohort.size
+        work.decode_context = cohort.context
         for member, tokens in scheduled.items():
             before = member.computed
             member.computed = after = before + tokens
             turn.scheduled_tokens += tokens
-            turn.work.sampled += after >= member.num_tokens
+            work.sampled += after >= member.num_tokens
             if before >= member.request.input_tokens and tokens == 1:
-                turn.work.decodes += 1
-                turn.work.decode_context += after
+                work.decodes += 1
+                work.decode_context += after
             else:
-                turn.work.chunks.append((before, tokens))
+                work.chunks.append((before, tokens))
             if before < member.high_water:
                 turn.recomputed_tokens += min(after, member.high_water) - before
-            member.high_water = max(member.high_water, after)
+            if after > member.high_water:
+                member.high_water = after
         turn.scheduled = list(scheduled.items())
-        cohort.advance(1)
+        cohort.advance(1, cohort.crossings)
         turn.empty_slots = cohort.empty
         turn.reserved_slots = cohort.empty - cohort.waste
         for member in self.prefilling:
@@ -404,15 +399,12 @@ class Vllm:
 
     def _settle(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
         """Sampled tokens; who goes on decodes, who stops is freed, in order of admission."""
-        if turn.decoders:
-            self._restarts = 0
-        done = self.cohort.finished()
+        done = self.cohort.finished() if turn.decoders else []
         for member in scheduled:
             if member.computed < member.num_tokens:
                 continue
             member.num_tokens += 1
             turn.sampled.append(member)
-            self._restarts = 0
             del self.prefilling[member]
             if member.num_tokens >= member.max_tokens:
                 done.append(member)
@@ -421,23 +413,26 @@ class Vllm:
                 turn.started_decoding.append(member)
                 if self.config.enable_prefix_caching:
                     self._growing[_output_stream(member)] = member
+        if turn.decoders or turn.sampled:
+            self._restarts = 0
         done.sort(key=_serial)
-        self._finish(turn, done)
-
-    def _finish(self, turn: Turn[Member], done: list[Member]) -> None:
         for member in done:
-            holding = self._holdings.pop(member)
             if member.decoding:
-                self.cohort.leave(member)
-                self._growing.pop(_output_stream(member), None)
                 turn.stopped_decoding.append(member)
-            self._hold_decoded(member, holding, member.computed)
-            del self.running[member]
-            self.pool.release(holding)
-            turn.finished.append(member)
-        if done:
-            self._head_is_blocked = False
+            self._finish(member)
+        turn.finished = done
         turn.free_blocks_end = self.pool.free
+
+    def _finish(self, member: Member) -> None:
+        """Free a sequence that is done."""
+        holding = self._holdings.pop(member)
+        if member.decoding:
+            self.cohort.leave(member)
+            self._growing.pop(_output_stream(member), None)
+        self._hold_decoded(member, holding, member.computed)
+        del self.running[member]
+        self.pool.release(holding)
+        self._head_is_blocked = False
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
