@@ -167,15 +167,15 @@ def test_groups_part_the_layers_and_stages_part_the_groups(
         assert len({page.block_size for page in group.pages}) == 1
         for page in group.pages:
             assert page.page_bytes >= page.cache.page_bytes(page.block_size, BF16)
-    whole = bytes_per_block(groups)
+    whole = bytes_per_block(groups, GroupRules())
     assert whole == max(group.bytes_per_block() for group in groups)
     # Stages of a pipeline part each group's bytes; no stage needs a wider block than the whole.
     edges = [0, *sorted(cuts), 40]
     stages = [range(start, end) for start, end in pairwise(edges)]
     for group in groups:
         assert sum(group.bytes_per_block(stage) for stage in stages) == group.bytes_per_block()
-    assert max(bytes_per_block(groups, stage) for stage in stages) <= whole
-    assert sum(bytes_per_block(groups, stage) for stage in stages) >= whole
+    assert max(bytes_per_block(groups, GroupRules(), stage) for stage in stages) <= whole
+    assert sum(bytes_per_block(groups, GroupRules(), stage) for stage in stages) >= whole
     for group in groups:
         assert scheduler_block_size(groups) % group.block_size == 0
         assert group.block_size % hash_block_size(groups) == 0
@@ -197,7 +197,7 @@ def test_a_longer_sequence_never_needs_less_of_a_pool(
 def test_a_hybrid_block_holds_the_largest_state(
     layers: tuple[LayerCache, ...], block_size: int, multiple: int
 ) -> None:
-    chosen = hybrid_block_size(layers, BF16, block_size, multiples=(multiple,))
+    chosen = hybrid_block_size(layers, BF16, block_size, multiple=multiple)
     assert chosen >= block_size
     attention = [i.cache for i in layers if i.cache.kind in ("full", "mla")]
     states = [i.cache for i in layers if isinstance(i.cache, STATES)]

@@ -312,15 +312,15 @@ def test_bytes_of_a_token_by_model() -> None:
     ],
 )
 def test_blocks_of_hybrids_hold_a_state(name: str, cache_form: CacheFormat, block_size: int) -> None:
-    assert hybrid_block_size(load_model(name).layers, cache_form, 16) == block_size
+    assert hybrid_block_size(load_model(name).layers, cache_form, 16, multiple=16) == block_size
 
 
 def test_blocks_of_hybrids_are_multiples_of_what_the_engine_asks_for() -> None:
     layers = load_model("kimi-linear-48b").layers
     # kernels for latents start at 128: 2,170,880 / (128 x 1,152) = 14.7
-    assert hybrid_block_size(layers, BF16, 16, multiples=(128,)) == 15 * 128
+    assert hybrid_block_size(layers, BF16, 16, multiple=128) == 15 * 128
     # and checkpoints at 48 more: lcm(128, 48) is 384, 2,170,880 / (384 x 1,152) = 4.9
-    assert hybrid_block_size(layers, BF16, 16, multiples=(128, 48)) == 5 * 384
+    assert hybrid_block_size(layers, BF16, 16, multiple=384) == 5 * 384
 
 
 def test_real_configs_give_the_pages_worked_by_hand(shared: Path) -> None:

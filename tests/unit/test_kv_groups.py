@@ -41,7 +41,7 @@ def groups_of(
     block_size: int = 16,
     rules: GroupRules | None = None,
 ) -> tuple[PageGroup, ...]:
-    size = hybrid_block_size(layers, form, block_size)
+    size = hybrid_block_size(layers, form, block_size, multiple=16)
     return form_groups(make_pages(layers, form, size), form, rules or GroupRules())
 
 
@@ -56,10 +56,10 @@ def shape(groups: tuple[PageGroup, ...]) -> list[tuple[str, int, int, int | None
 def test_layers_alike_are_one_group() -> None:
     groups = groups_of(numbered(*[FullAttention(8, 128)] * 4))
     assert shape(groups) == [("full", 4, 16, 65_536)]
-    assert bytes_per_block(groups) == 262_144
+    assert bytes_per_block(groups, GroupRules()) == 262_144
     assert blocks_per_sequence(groups, Reservation(100, 8192), BF16) == 7
     assert groups_of([]) == ()
-    assert (bytes_per_block(()), scheduler_block_size(()), hash_block_size(())) == (0, 1, 1)
+    assert (bytes_per_block((), GroupRules()), scheduler_block_size(()), hash_block_size(())) == (0, 1, 1)
 
 
 def test_whole_caches_of_several_widths_are_one_group_whose_block_is_their_sum() -> None:
@@ -69,7 +69,7 @@ def test_whole_caches_of_several_widths_are_one_group_whose_block_is_their_sum()
     groups = groups_of(layers, CacheFormat("bfloat16", "fp8_ds_mla"), 64)
     assert shape(groups) == [("mla+indexer", 122, 64, None)]
     # 61 x 64 x (656 + 132)
-    assert bytes_per_block(groups) == 3_076_352
+    assert bytes_per_block(groups, GroupRules()) == 3_076_352
 
 
 def test_gemma_4_on_one_h200_as_a_report_posted_it() -> None:
@@ -78,7 +78,7 @@ def test_gemma_4_on_one_h200_as_a_report_posted_it() -> None:
     model = load_model("gemma-4-31b")
     groups = groups_of(model.layers)
     assert shape(groups) == [("sliding_window", 10, 16, 262_144)] * 5 + [("full", 10, 32, 262_144)]
-    assert bytes_per_block(groups) == 2_621_440
+    assert bytes_per_block(groups, GroupRules()) == 2_621_440
     per_sequence = blocks_per_sequence(groups, Reservation(262_144, 8192), BF16)
     # 8,192 + 5 x (cdiv(1023 + 8192, 16) + 1)
     assert per_sequence == 8192 + 5 * 577 == 11_077
@@ -109,7 +109,7 @@ def test_stages_keep_their_layers_of_every_group() -> None:
     groups = groups_of(model.layers)
     stages = [range(0, 15), range(15, 31), range(31, 47), range(47, 62)]
     # No stage has more than 3 layers of a group.
-    assert [bytes_per_block(groups, stage) for stage in stages] == [3 * 131_072] * 4
+    assert [bytes_per_block(groups, GroupRules(), stage) for stage in stages] == [3 * 131_072] * 4
     assert sum(group.bytes_per_block(stage) for group in groups for stage in stages) == 62 * 131_072
 
 
@@ -172,7 +172,7 @@ def test_the_groups_of_deepseek_v4_flash() -> None:
         21 * (32_832 + 8640),
         20 * 32_832,
     ]
-    assert bytes_per_block(groups) == 1_002_240
+    assert bytes_per_block(groups, GroupRules()) == 1_002_240
     # cdiv(131072, 256); twice cdiv(127 + 8192, 64) + 1; cdiv(7 + 8192, 4) + 1; cdiv(127 + 8192, 8) + 1
     per_sequence = blocks_per_sequence(groups, Reservation(131_072, 8192), form)
     assert per_sequence == 512 + 2 * 131 + 2051 + 1041
@@ -199,7 +199,7 @@ def test_a_latent_beside_windows_of_another_width_makes_all_layers_whole() -> No
     mixed = numbered(LatentAttention(512, 64), SlidingWindow(4, 256, 128), LatentAttention(512, 64))
     groups = groups_of(mixed)
     assert shape(groups) == [("mla+full", 3, 16, None)]
-    assert bytes_per_block(groups) == 2 * 18_432 + 65_536
+    assert bytes_per_block(groups, GroupRules()) == 2 * 18_432 + 65_536
 
 
 def test_smaller_pages_get_larger_blocks_or_padding() -> None:
@@ -222,8 +222,8 @@ def test_a_state_larger_than_a_block_sets_the_block_and_checkpoints_align_it() -
     state = Mamba2State(128, 64, 128, 8, 4, "float32")
     layers = numbered(state, FullAttention(8, 128))
     # 4,255,744 / (16 x 4,096) = 64.9
-    assert hybrid_block_size(layers, BF16, 16) == 1040
+    assert hybrid_block_size(layers, BF16, 16, multiple=16) == 1040
     # aligned to 128: 4,255,744 / (128 x 4,096) = 8.1
-    assert hybrid_block_size(layers, BF16, 16, multiples=(128,)) == 1152
+    assert hybrid_block_size(layers, BF16, 16, multiple=128) == 1152
     assert hybrid_block_size(layers, BF16, 2048) == 2048
     assert hybrid_block_size(numbered(state), BF16, 16) == 16

@@ -76,7 +76,7 @@ def test_a_model_is_laid_out_as_the_planner_does(row: dict[str, Any]) -> None:
     kv_cache_dtype = dtype if row["kv_cache_dtype"] == "auto" else row["kv_cache_dtype"]
     form = CacheFormat(dtype, kv_cache_dtype, row["tp"], encoder_tokens=IN_FLIGHT)
     layers = layers_of(row)
-    block_size = hybrid_block_size(layers, form, row["requested_block_size"])
+    block_size = hybrid_block_size(layers, form, row["requested_block_size"], multiple=16)
     pages = make_pages(layers, form, block_size)
     groups = form_groups(pages, form, GroupRules())
     need = Reservation(row["max_model_len"], IN_FLIGHT)
@@ -95,10 +95,10 @@ def test_a_model_is_laid_out_as_the_planner_does(row: dict[str, Any]) -> None:
     assert [(len(g.pages), g.page_bytes, g.blocks(need, form)) for g in groups] == [
         (g["layers"], g["page_size_bytes_per_layer"], g["max_blocks_per_request"]) for g in row["groups"]
     ]
-    assert bytes_per_block(groups) == row["bytes_per_block"]
-    num_blocks = SPECS["available_bytes"] // bytes_per_block(groups)
+    assert bytes_per_block(groups, GroupRules()) == row["bytes_per_block"]
+    num_blocks = SPECS["available_bytes"] // bytes_per_block(groups, GroupRules())
     assert num_blocks == row["num_blocks"]
-    assert num_blocks * bytes_per_block(groups) == row["pool_bytes"]
+    assert num_blocks * bytes_per_block(groups, GroupRules()) == row["pool_bytes"]
     concurrency = num_blocks / blocks_per_sequence(groups, need, form)
     assert round(concurrency, 4) == row["max_concurrency"]
     assert int(concurrency * row["max_model_len"]) == row["capacity_tokens"]
@@ -117,6 +117,6 @@ def test_mixed_layers_are_grouped_as_the_planner_does(shape: dict[str, Any]) -> 
     assert [(names[g.kinds[0]], len(g.pages), g.block_size, g.page_bytes) for g in groups] == [
         (g["spec"], g["layers"], g["block_size"], g["page_bytes"]) for g in shape["groups"]
     ]
-    assert GROUPS["available_bytes"] // bytes_per_block(groups) == shape["num_blocks"]
+    assert GROUPS["available_bytes"] // bytes_per_block(groups, GroupRules()) == shape["num_blocks"]
     assert scheduler_block_size(groups) == shape["scheduler_block_size"]
     assert hash_block_size(groups) == shape["hash_block_size"]
