@@ -484,7 +484,7 @@ def _unknown_architecture(name: str, flat: Mapping[str, object], where: str) -> 
     told = f"; nothing here reads {', '.join(unread[:8])}" if unread else ""
     more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
     return InputError(
-        f'unknown architecture "{name}"{told}{more}',
+        f"unknown architecture {_quoted(name)}{told}{more}",
         where=where,
         hint=f"nearest is {nearest}: if its layers keep the same, add --set architectures={nearest}; "
         "a catalogue entry may give attention and parameters itself",

@@ -193,6 +193,7 @@ def _run(
     observers: list[Observer] = []
     turns: list[Observer] = []
     with suppress(_Partial), ExitStack() as outputs:
+        outputs.callback(simulation.trace.close)
         if events is not None:
             file = outputs.enter_context(whole_file(events))
             observers.append(EventWriter(file, scale, detail=events_detail))

@@ -502,6 +502,13 @@ def _verdict(
         else f"{deployment.concurrency:,} sequences of {deployment.seq:,} tokens need"
     )
     if usable < 1:
+        lacking = -min(item.available_kv_bytes for item in stages)
+        if lacking > 0:
+            return _Verdict(
+                False,
+                f"weights and overhead need {lacking:,} bytes more on a GPU than it gives the engine; nothing is left "
+                "for KV",
+            )
         beside = " beside the null block" if pool.null_blocks else ""
         return _Verdict(False, f"there is no room for a block of KV{beside}")
     if longest > pool.start_check_blocks(num_blocks):

@@ -23,7 +23,7 @@ def test_models_and_engines_are_named_where_both_differ(cli: Cli) -> None:
     found = cli(f"{SIZE} llama-3.2-1b --max-model-len 4096 --engine paged,llama.cpp")
     for model in ("llama-2-13b", "llama-3.2-1b"):
         for engine in ("paged", "llama.cpp"):
-            assert f"{model} by {engine} fits" in found.out
+            assert f" {model} {engine} " in found.out
 
 
 def test_json_has_a_result_for_each_engine_in_the_order_given(cli: Cli) -> None:

@@ -314,7 +314,7 @@ def test_an_error_of_kvplan_itself_is_no_user_error(cli: Cli, monkeypatch: pytes
     def broken(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("kvplan.jobs.size.plan_capacity", broken)
+    monkeypatch.setattr("kvplan.jobs.size.serve", broken)
     with pytest.raises(ZeroDivisionError):
         cli("size llama-2-13b --gpu l4")
 

@@ -162,6 +162,6 @@ def test_an_interrupt_before_the_run_is_130_without_a_traceback(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvplan.jobs.simulate.read_trace", interrupted)
+    monkeypatch.setattr("kvplan.jobs.simulate.open_trace", interrupted)
     outcome = cli("simulate chat")
     assert (outcome.code, outcome.out, outcome.err) == (130, "", "kvplan: interrupted\n")

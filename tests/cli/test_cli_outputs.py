@@ -23,7 +23,7 @@ SCENARIOS = [
     "23_never_fits",
 ]
 ORDER = (
-    "step time_s arrived rejected scheduled admitted resumed preempted finished prefix_hits free_blocks "
+    "step time_s arrived rejected scheduled admitted resumed preempted preemptions finished prefix_hits free_blocks "
     "free_blocks_end running waiting"
 )
 CONTRACT = ORDER.split()
@@ -82,6 +82,8 @@ def test_events_are_what_the_real_scheduler_did(cli: Cli, tmp_path: Path, name: 
     cli(f"simulate {GOLDENS / name}.scenario.json --events e.jsonl{flag}")
     steps = events(tmp_path / "e.jsonl")
     assert all(step.pop("time_s") is None for step in steps)
+    for step in steps:  # why somebody was preempted is ours to tell
+        assert [case["victim"] for case in step.pop("preemptions", [])] == step.get("preempted", [])
     assert steps == golden(name, detail=detail)
 
 
@@ -109,7 +111,7 @@ def test_requests_have_their_columns_and_values(cli: Cli, tmp_path: Path) -> Non
         "preemptions queue_s ttft_s tpot_s e2e_s"
     )
     # c arrives with step 1, is preempted in step 7, comes back in step 9 and ends with step 10.
-    assert rows[2] == {
+    assert rows[1] == {
         "id": "c",
         "status": "finished",
         "arrival_s": "0.02",
@@ -124,7 +126,7 @@ def test_requests_have_their_columns_and_values(cli: Cli, tmp_path: Path) -> Non
         "tpot_s": str((0.2 - 0.02) / 7),
         "e2e_s": "0.2",
     }
-    assert [row["id"] for row in rows] == ["a", "b", "c"]
+    assert [row["id"] for row in rows] == ["a", "c", "b"]  # as they end
 
 
 def test_requests_agree_with_the_document(cli: Cli, tmp_path: Path) -> None:
@@ -153,6 +155,10 @@ def test_without_seconds_the_times_of_requests_are_empty(cli: Cli, tmp_path: Pat
         assert [row[name] for name in row if name.endswith("_s")] == [""] * 5
 
 
+#: Prompt tokens of the requests of 05_preempt_single.
+ASKED = {"a": 6, "b": 9, "c": 17}
+
+
 def test_a_timeline_has_a_row_for_each_step(cli: Cli, tmp_path: Path) -> None:
     cli(
         f"simulate {GOLDENS / '05_preempt_single.scenario.json'} --step-time 0.02 --timeline t.csv "
@@ -160,10 +166,15 @@ def test_a_timeline_has_a_row_for_each_step(cli: Cli, tmp_path: Path) -> None:
     )
     rows, steps = table(tmp_path / "t.csv"), events(tmp_path / "e.jsonl")
     assert " ".join(rows[0]) == (
-        "step time_s used_blocks utilization running waiting scheduled_tokens preempted"
+        "step time_s used_blocks utilization cached_blocks running waiting scheduled_tokens preempted hit_rate"
     )
+    queried = hit = 0
     for row, step in zip(rows, steps, strict=True):
         used = 13 - step["free_blocks"]
+        hit += sum(tokens for name, tokens in step.get("prefix_hits", []) if name in step.get("admitted", []))
+        queried += sum(ASKED[name] for name in step.get("admitted", []))
+        assert int(row.pop("cached_blocks")) <= step["free_blocks"]
+        assert float(row.pop("hit_rate")) == hit / queried
         assert row == {
             "step": str(step["step"]),
             "time_s": str(step["time_s"]),
