@@ -19,11 +19,12 @@ from typing import Literal, NamedTuple, cast
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
 from kvplan.config import load_model, resource
-from kvplan.core.model import KV_DTYPE_BYTES
-from kvplan.core.sizing import Capacity, Margin
+from kvplan.core.kv_cache import KV_DTYPE_BYTES
+from kvplan.core.deployment import Margin
+from kvplan.core.sizing import Capacity
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
-from kvplan.options import SizeOptions, check_engine, check_options
+from kvplan.options import SizeOptions, check_options, parse_engine
 from kvplan.startup_log import Figure, StartupLog, read_log_file
 
 Unit = Literal["bytes", "tokens", "blocks", "times"]
@@ -139,7 +140,7 @@ def _engine_of(log: StartupLog, notes: list[str]) -> str | None:
         release = re.match(r"(\d+)\.(\d+)", log.version)
         name = f"vllm@{release[1]}.{release[2]}" if release else name
     try:
-        check_engine(name)
+        parse_engine(name)
     except InputError as error:
         notes.append(f"{error.what}: ours follow the rules of {(error.hint or '').removeprefix('use ')}")
         return None
