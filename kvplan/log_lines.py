@@ -199,7 +199,7 @@ def _vllm() -> list[Rule]:
         "num_gpu_blocks_override={set.num_gpu_blocks_override:whole}",
         "KV cache size: {kv_cache_tokens:tokens} tokens",
         "Maximum concurrency for {set.max_model_len:whole} tokens per request: {max_concurrency:ratio}x",
-        "Setting attention block size to {set.block_size:whole} tokens",
+        "Setting attention block size to {attention_block_size:tokens} tokens",
         "Padding mamba page size by {mamba_padding:percent}%",
         "Add {padding_layers:count} padding layers",
         "Multiplying the GPU KV cache size by the cp_world_size {own.cp_world_size:whole}",

@@ -102,7 +102,7 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
     overhead, formulas = capacity.overhead_bytes, plan.pool.formulas
     if overhead is not None:
         lines.append(
-            f"overhead ({deployment.margin}, estimated) = activations {overhead.activations:,} + CUDA graphs "
+            f"overhead ({deployment.margin}, {overhead.source}) = activations {overhead.activations:,} + CUDA graphs "
             f"{overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to {overhead.high:,} "
             f"[{formulas.overhead_source}]"
         )

@@ -198,6 +198,14 @@ class Plan:
             per_gpu=self._kv_bytes(self.pool, deployment.cache, limiting),
         )
 
+    def loaded(self) -> tuple[int | None, ...]:
+        """Bytes on a rank of each stage once the model is loaded, with what stands beside the weights; None: unknown."""
+        held = [stage_weights(self.spec, self.deployment, stage) for stage in self.stages]
+        return tuple(
+            None if size is None else size + stage_extras(self.spec, self.deployment, stage)
+            for size, stage in zip(held, self.stages, strict=True)
+        )
+
     def bytes_per_token(self, stage: Stage) -> int:
         """Growth of a stage's caches per token, once windows are full; rounded up."""
         return math.ceil(self._growth(self.deployment.cache, stage))

@@ -391,6 +391,7 @@ _MACHINE_OPTIONS = (
     "max_lora_rank",
     "gpu_memory_utilization",
     "enforce_eager",
+    "calibration",
     "set",
     "models",
 )
@@ -511,7 +512,8 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
     if options.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes"
     assert machine is not None, "otherwise the number of blocks was given"
-    return "sized from model and GPU (estimated)"
+    overhead = machine.served.capacity.overhead_bytes if machine.served.capacity else None
+    return f"sized from model and GPU ({overhead.source if overhead else 'exact'})"
 
 
 def _scheduler_config(
