@@ -102,8 +102,8 @@ _WANTED = {str: "a text", int: "a whole number from 0 on", float: "a number from
 
 # In place of the estimate
 
-#: Weights that differ by more than one part in this many are not the same.
-_SAME_WEIGHTS = 20
+#: Weights that differ by more than one part in this many are not the same: of one format, and of two.
+_SAME_WEIGHTS = {True: 4, False: 20}
 #: Memory of GPUs that differs by more than one part in this many is that of another kind.
 _SAME_MEMORY = 100
 
@@ -152,7 +152,8 @@ def measured_overhead(
     ours = estimate(deployment)
     reasons: list[str] = []
     total, slack = _sum(kept, ours)
-    beyond = _beyond_weights(kept, loaded, reasons)
+    alike = kept.quantization == spec.weights.quantization
+    beyond = _beyond_weights(kept, loaded, reasons, same_format=alike)
     measured = _overhead(kept, ours, total + beyond, slack)
     return _shifted(kept, deployment, measured, estimate, reasons)
 
@@ -198,7 +199,9 @@ def _sum(kept: Calibration, ours: Overhead) -> tuple[int, int | None]:
     return sum(found), None
 
 
-def _beyond_weights(kept: Calibration, loaded: Sequence[int | None], reasons: list[str]) -> int:
+def _beyond_weights(
+    kept: Calibration, loaded: Sequence[int | None], reasons: list[str], *, same_format: bool
+) -> int:
     """What the engine counted as weights beyond ours: buffers, and what rounding does."""
     known = [size for size in loaded if size is not None]
     if kept.weights_bytes is None or not known:
@@ -206,7 +209,7 @@ def _beyond_weights(kept: Calibration, loaded: Sequence[int | None], reasons: li
     theirs = kept.weights_bytes
     nearest = min(known, key=lambda size: abs(size - theirs))
     beyond = theirs - nearest
-    if abs(beyond) * _SAME_WEIGHTS > nearest:
+    if abs(beyond) * _SAME_WEIGHTS[same_format] > nearest:
         reasons.append(f"its weights of {theirs:,} bytes are not used: {nearest:,} are counted here")
         return 0
     return beyond
@@ -267,7 +270,9 @@ def _shifted(
             runtime=measured.runtime,
             low=max(0, min(*ends, total)),
             high=max(*ends, total),
-            uncounted_graphs=after.uncounted_graphs,
+            uncounted_graphs=max(
+                0, measured.uncounted_graphs + after.uncounted_graphs - before.uncounted_graphs
+            ),
             source="scaled",
         ),
         tuple(reasons),

@@ -138,13 +138,28 @@ def _tries(case: Case) -> Iterator[_Try]:
     rules = list(_other_rules(case.served.deployment.version))
     for version, label in rules:
         yield _Try({"engine": f"vllm@{version}"}, f"the rules of vLLM {label}")
-    if case.log.version is None and options.enable_prefix_caching is None:
-        for version, label in rules:
-            for caching, word in ((False, "off"), (True, "on")):
-                yield _Try(
-                    {"engine": f"vllm@{version}", "enable_prefix_caching": caching},
-                    f"the rules of vLLM {label}, with prefix caching {word}",
-                )
+
+
+def _pairs(case: Case) -> Iterator[_Try]:
+    """Where a log does not tell its version: versions with what else it may not show."""
+    options = case.options
+    if case.log.engine != "vllm" or case.log.version is not None:
+        return
+    own = case.served.deployment.version
+    cachings = ((None, ""), (False, "prefix caching off"), (True, "prefix caching on"))
+    drafts: list[tuple[int | None, str]] = [(None, "")]
+    if options.num_speculative_tokens is None:
+        drafts += [(count, f"drafts of {count} token{'s' if count > 1 else ''}") for count in (1, 2, 3, 4)]
+    for version, label in ((own, own), *_other_rules(own)):
+        for caching, switched in cachings if options.enable_prefix_caching is None else cachings[:1]:
+            for count, drafted in drafts:
+                extras = [text for text in (switched, drafted) if text]
+                if len(extras) + (version != own) < 2:
+                    continue  # tried alone
+                changes: dict[str, object] = {"engine": f"vllm@{version}"}
+                changes |= {} if caching is None else {"enable_prefix_caching": caching}
+                changes |= {} if count is None else {"num_speculative_tokens": count}
+                yield _Try(changes, f"the rules of vLLM {label}, with {' and '.join(extras)}")
 
 
 def _other_rules(ours: str) -> Iterator[tuple[str, str]]:
@@ -177,6 +192,10 @@ def pool_cause(case: Case, memory: Figure, derived: Derived, figure: Figure, pla
         if all(case.reaches(memory, one, theirs, changes) for one, theirs in printed):
             return cause  # it explains every figure
         partly = partly or cause
+    if len(printed) > 1:  # one figure alone would be met by chance
+        for changes, cause in _pairs(case):
+            if all(case.reaches(memory, one, theirs, changes) for one, theirs in printed):
+                return cause
     if partly is None and derived.unit in ("blocks", "tokens"):
         groups = case.served.kv.per_gpu.groups
         smallest = min((group.block_size for group in groups), default=1)

@@ -18,7 +18,7 @@ from pathlib import Path
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
 from kvplan.config import load_model, resource
-from kvplan.core.kv_cache import KV_DTYPE_BYTES, STATES
+from kvplan.core.kv_cache import KV_DTYPE_BYTES, STATES, SlidingWindow
 from kvplan.core.vllm_rules import NEWEST, nearest_rules
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
@@ -116,6 +116,8 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
                 f"max_model_len {served_length:,} of the log is beyond the model's {longest:,} tokens"
             )
             given.set = (*given.set, f"max_position_embeddings={served_length}")
+        if given.quantization == "compressed-tensors" and "fp8" in (log.model or "").lower():
+            given.quantization = _NAMED_FP8
         case = _case(log, name, given, notes)
     if case is not None:
         sized = size_with(case.model, case.options)
@@ -123,9 +125,7 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
     places, terms = {line.line for line in lines}, {line.term for line in lines}
     alone = (_theirs_alone(figure) for figure in _headline_figures(log) if figure.line not in places)
     lines += [line for line in alone if line.term not in terms]
-    calibration = calibration_of(
-        log, case.served if case else None, _gpu_memory(case.options if case else given, case)
-    )
+    calibration = calibration_of(log, case.served if case else None, _gpu_memory(given, case))
     if calibration is not None and calibration.model == log.model and name is not None:
         calibration = calibration._replace(model=name)
     return AuditResult(log, sized, tuple(lines), calibration, tuple(notes))
@@ -153,6 +153,8 @@ def _with_settings_of(log: StartupLog, options: SizeOptions, notes: list[str]) -
     return filled
 
 
+#: What a checkpoint of compressed tensors with fp8 in its name amounts to: a scale for each row of a matrix.
+_NAMED_FP8 = "ptpc_fp8"
 #: What a log says of settings that a pool is planned without: it is compared at the printed memory.
 _NOT_OPTIONS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
@@ -203,6 +205,10 @@ def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) ->
                 for one in log.settings
                 if one not in _ESSENTIAL and getattr(options, one) is not None and flag(one) in where.split()
             ]
+            if not left_out and (options.gpu is not None or options.gpu_memory is not None):
+                notes.append(f"our budget is not known: {error}")
+                options, gpu, count = options.but({"gpu": None, "gpu_memory": None}), None, None
+                continue
             if not left_out:
                 notes.append(f"ours is not known: {error}")
                 return None
@@ -230,9 +236,8 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     for text in names:
         cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", text)  # a folder of the Hugging Face cache
         name = f"{cached[1]}/{cached[2]}" if cached else text.rstrip("/\\")
-        base = re.sub(r"\.gguf\Z", "", re.split(r"[/\\]", name)[-1])
-        quantized = re.sub(r"[-_.](?:q\d\w*|iq\d\w*|f16|bf16)\Z", "", base, flags=re.IGNORECASE)
-        for candidate in (name, *(known.get(_slug(one)) for one in (base, quantized))):
+        base = re.split(r"[/\\]", name)[-1]
+        for candidate in (name, *(known.get(one) for one in _spellings(base))):
             if candidate is None or candidate.lower().endswith(".gguf"):
                 continue
             try:
@@ -245,8 +250,29 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     return None
 
 
+#: What stands at the end of the name of a copy of a model that has its shape: formats, kinds of tuning, dates.
+_ENDINGS = re.compile(
+    r"[-_.](?:gguf|i?q\d\w*|f16|bf16|fp16|hf|\d{4}|instruct|chat|it|base|pt"
+    r"|(?:fp8|nvfp4|mxfp4|awq|gptq|autoround|auto[-_]round|bnb|int4|int8|4bit|8bit|marlin|dynamic|block|w\d+a\d+|quantized"
+    r"|g\d+|mtp)(?:[-_.]\w+)?)\Z"
+)
+
+
+def _spellings(base: str) -> Iterator[str]:
+    """A model's name as slug, and without one ending after the other."""
+    slug = _slug(base)
+    yield slug
+    while (shorter := _ENDINGS.sub("", slug)) != slug:
+        slug = shorter
+        yield slug
+
+
 def _slug(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name.casefold()).removeprefix("meta-")
+    return re.sub(r"[\s_]+", "-", name[:_LONGEST_NAME].casefold()).removeprefix("meta-")
+
+
+#: Characters of a model's name that matter.
+_LONGEST_NAME = 200
 
 
 def _path(text: str | None) -> Path | None:
@@ -461,22 +487,33 @@ _GGML_BYTES = {
 def _compare_caches(case: Case) -> Iterator[AuditLine]:
     """Each cache: cells x streams x what its layers keep of a token, in its own types (llama-kv-cache.cpp)."""
     log = case.log
-    layers_of_model = case.served.spec.num_layers
     keys, values = (
         _GGML_BYTES.get(str(log.own_settings[name].value)) if name in log.own_settings else Fraction(2)
         for name in ("type_k", "type_v")
     )
-    per_token = Fraction(case.served.kv.bytes_per_token, KV_DTYPE_BYTES[case.served.kv.dtype])
     for worker, memory in log.by_worker("kv_memory").items():
         cells = _count(log, "kv_cells", worker, "n_ctx")
         layers = _count(log, "kv_layers", worker, "n_layer")
-        if cells is None or layers is None or keys is None or values is None:
+        elements = _elements_per_cell(case, worker)
+        if cells is None or layers is None or keys is None or values is None or not elements:
             yield _theirs_alone(memory)
             continue
         streams = _count(log, "kv_streams", worker, "") or 1
-        ours = round(cells * streams * per_token * Fraction(layers, layers_of_model) * (keys + values) / 2)
+        held = Fraction(sum(elements) * layers, len(elements))  # some layers may share the cache of others
+        ours = round(cells * streams * held * (keys + values) / 2)
         term = "KV memory" if worker is None else f"KV memory, {worker} cache"
         yield _line(term, memory, ours)
+
+
+def _elements_per_cell(case: Case, worker: str | None) -> list[int]:
+    """Elements that each layer keeps of a token: in the cache of windows, in the other one, or in the only one."""
+    plan = case.served.plan
+    form = plan.deployment.cache._replace(tensor_parallel_size=1)
+    width = KV_DTYPE_BYTES[form.kv_cache_dtype]
+    caches = [item.cache for item in plan.layers if not isinstance(item.cache, STATES)]
+    if worker in ("SWA", "non-SWA"):
+        caches = [cache for cache in caches if isinstance(cache, SlidingWindow) is (worker == "SWA")]
+    return [cache.payload_bytes(1, form) // width for cache in caches]
 
 
 def _count(log: StartupLog, name: str, worker: str | None, in_shape: str) -> int | None:
