@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 
 from kvplan.config import load_model
 from kvplan.core.model import ModelSpec
-from kvplan.core.sizing import Capacity, stage_extras, stage_weights
+from kvplan.core.sizing import Capacity
 from kvplan.core.vllm_rules import RULE_CHANGES, nearest_rules
 from kvplan.errors import KvplanError
 from kvplan.log_budget import most, own_sum
@@ -83,14 +83,9 @@ class Case:
             return False
         return derived.ours(least) <= figure.high and figure.low <= derived.ours(most)
 
-    def loaded(self, served: Served | None = None) -> list[int | None]:
+    def loaded(self, served: Served | None = None) -> tuple[int | None, ...]:
         """Bytes on a rank of each stage once the model is loaded: weights, rotary tables and LoRA slots."""
-        plan = (served or self.served).plan
-        found: list[int | None] = []
-        for stage in plan.stages:
-            held = stage_weights(plan.spec, plan.deployment, stage)
-            found.append(None if held is None else held + stage_extras(plan.spec, plan.deployment, stage))
-        return found
+        return (served or self.served).plan.loaded()
 
 
 class _Try(NamedTuple):

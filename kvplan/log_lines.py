@@ -293,7 +293,7 @@ def _tensorrt() -> list[Rule]:
         "Memory used outside torch (e.g., NCCL and CUDA graphs) in memory usage profiling: {non_torch:gib} GiB",
         "Peak memory during memory usage profiling (torch + non-torch): {peak:gib} GiB, "
         "available KV cache memory when calculating max tokens: {kv_planned:gib} GiB",
-        "fraction is set {own.free_gpu_memory_fraction:number}, kv size",
+        "fraction is set {set.gpu_memory_utilization:number}, kv size",
         "kv size is {kv_bytes_per_token:bytes}",
         "kv size per token is {kv_bytes_per_token:bytes}",
         "device total memory {gpu_total:gib} GiB",
@@ -455,7 +455,7 @@ CONFIG_NAMES: Mapping[Engine, Mapping[str, str]] = {
         "speculative_algorithm": "speculative_method",
         "speculative_draft_model_path": "speculative_model",
         "speculative_num_draft_tokens": "num_speculative_tokens",
-        "mem_fraction_static": "own.mem_fraction_static",
+        "mem_fraction_static": "gpu_memory_utilization",
         "ep_size": "own.ep_size",
         "enable_dp_attention": "own.enable_dp_attention",
         "disable_radix_cache": "own.disable_radix_cache",
@@ -474,13 +474,13 @@ CONFIG_NAMES: Mapping[Engine, Mapping[str, str]] = {
         "kv_cache_config.dtype": "kv_cache_dtype",
         "kv_cache_config.tokens_per_block": "block_size",
         "kv_cache_config.enable_block_reuse": "enable_prefix_caching",
-        "kv_cache_config.free_gpu_memory_fraction": "own.free_gpu_memory_fraction",
+        "kv_cache_config.free_gpu_memory_fraction": "gpu_memory_utilization",
     },
     "llama.cpp": {
         "n_ctx_per_seq": "max_model_len",
         "n_ctx_seq": "max_model_len",
         "n_seq_max": "max_num_seqs",
-        "n_batch": "max_num_batched_tokens",
+        "n_ubatch": "max_num_batched_tokens",
         "general.name": "model",
     },
 }

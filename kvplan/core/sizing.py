@@ -199,7 +199,7 @@ class Plan:
         )
 
     def loaded(self) -> tuple[int | None, ...]:
-        """Bytes on a rank of each stage once the model is loaded, with what stands beside the weights; None: unknown."""
+        """Bytes on a rank of each stage once the model is loaded, rotary tables and LoRA slots too; None: unknown."""
         held = [stage_weights(self.spec, self.deployment, stage) for stage in self.stages]
         return tuple(
             None if size is None else size + stage_extras(self.spec, self.deployment, stage)

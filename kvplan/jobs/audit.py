@@ -18,7 +18,8 @@ from pathlib import Path
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
 from kvplan.config import load_model, resource
-from kvplan.core.kv_cache import KV_DTYPE_BYTES, STATES, SlidingWindow
+from kvplan.core.kept_layers import row_bytes
+from kvplan.core.kv_cache import STATES, SlidingWindow
 from kvplan.core.vllm_rules import NEWEST, nearest_rules
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
@@ -148,6 +149,9 @@ def _with_settings_of(log: StartupLog, options: SizeOptions, notes: list[str]) -
         filled.gpu_memory = int(total.value)
     if filled.engine is None:
         filled.engine = _engine_of(log, notes)
+    types = [str(log.own_settings[name].value) for name in ("type_k", "type_v") if name in log.own_settings]
+    if log.engine == "llama.cpp" and filled.kv_cache_dtype is None and len(types) == 2:
+        filled.kv_cache_dtype = "/".join(types)
     if log.engine == "vllm" and _is_first_engine(log) and filled.max_num_batched_tokens is None:
         filled.max_num_batched_tokens = _first_engines_batch(log)
     return filled
@@ -161,9 +165,7 @@ _NOT_OPTIONS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
 def _engine_of(log: StartupLog, notes: list[str]) -> str:
     """The rules to compare with: those of the log's engine and version, else the nearest that are held."""
-    if log.engine != "vllm":
-        return "vllm"  # formulas that hold for every engine are all that is asked of the plan
-    if not log.version:
+    if log.engine != "vllm" or not log.version:
         return log.engine
     rules = nearest_rules(log.version)
     release = re.match(r"v?(\d{1,6})\.(\d{1,6})", log.version)
@@ -252,7 +254,7 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
 
 #: What stands at the end of the name of a copy of a model that has its shape: formats, kinds of tuning, dates.
 _ENDINGS = re.compile(
-    r"[-_.](?:gguf|i?q\d\w*|f16|bf16|fp16|hf|\d{4}|instruct|chat|it|base|pt"
+    r"[-_.](?:gguf|i?q\d(?:[-_]\w{1,3}){0,3}|f16|bf16|fp16|hf|\d{4}|instruct|chat|it|base|pt"
     r"|(?:fp8|nvfp4|mxfp4|awq|gptq|autoround|auto[-_]round|bnb|int4|int8|4bit|8bit|marlin|dynamic|block|w\d+a\d+|quantized"
     r"|g\d+|mtp)(?:[-_.]\w+)?)\Z"
 )
@@ -439,81 +441,69 @@ def _weights_line(case: Case, weights: Figure) -> AuditLine:
 
 
 def _compare_token_pool(case: Case) -> Iterator[AuditLine]:
-    log = case.log
-    per_token = case.served.kv.per_gpu.bytes_per_token
-    tokens, printed = log.last("kv_cache_tokens"), log.last("kv_bytes_per_token")
+    log, plan = case.log, case.served.plan
+    pool, stage = plan.pool, plan.stages[0]
+    page = pool.bytes_per_block(stage)
+    tokens, per_token = log.last("kv_cache_tokens"), log.last("kv_bytes_per_token")
     blocks, memory = log.last("num_gpu_blocks"), pool_memory(log)
-    if printed is not None:
-        yield _line("KV per token", printed, per_token)
+    if per_token is not None:
+        yield _line("KV per token", per_token, round(Fraction(page, pool.block_size)))
+    planned, free = log.last("kv_planned"), log.last("free_before_kv")
+    if blocks is not None and (planned or free):
+        ends = [
+            pool.share(int(size), stage).num_blocks
+            for size in (
+                (planned.value, planned.low, planned.high)
+                if planned
+                else (pool.kv_memory(int(size), 0) for size in (free.value, free.low, free.high))
+                if free
+                else ()
+            )
+        ]
+        yield _line("blocks", blocks, ends[0], unit="blocks", agrees=ends[1] <= blocks.value <= ends[2])
     if blocks is not None and tokens is not None:
-        block_size = log.settings.get("block_size")
-        if block_size is not None and isinstance(block_size.value, int):
-            yield _line("KV cache tokens", tokens, int(blocks.value) * block_size.value, unit="tokens")
-    if tokens is None or memory is None:
+        ours, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
+        yield _line("KV cache tokens", tokens, ours, unit="tokens")
+    if tokens is None or memory is None or _has_two_pools(case):
         return
-    ours = int(tokens.value) * per_token
-    page = case.options.block_size or 1
+    held = round(Fraction(int(tokens.value) * page, pool.block_size))
     cause = None
-    if not memory.allows(ours):
-        if memory.allows(ours + page * per_token):
+    if not memory.allows(held):
+        if memory.allows(held + page):
             cause = "the pool has one page more than its tokens"
-        elif memory.allows(ours // 2) or memory.allows(ours * 2):
+        elif memory.allows(held / 2) or memory.allows(held * 2):
             cause = "an element of the cache has another size: see kv_cache_dtype"
-    yield _line(
-        "KV memory of these tokens",
-        memory,
-        ours,
-        agrees=memory.allows(ours) or memory.allows(ours + page * per_token),
-        cause=cause,
-    )
+    agrees = memory.allows(held) or memory.allows(held + page)
+    yield _line("KV memory of these tokens", memory, held, agrees=agrees, cause=cause)
+
+
+def _has_two_pools(case: Case) -> bool:
+    """Whether windows have a pool of their own, so that no one line tells the memory of all tokens."""
+    states = {item.cache.kind for item in case.served.plan.layers if isinstance(item.cache, STATES)}
+    return sum(not states.issuperset(group.kind.split("+")) for group in case.served.kv.groups) > 1
 
 
 # llama.cpp: cells
 
-#: Bytes of one element in the cache: of a block of 32 in the quantized types (ggml-common.h).
-_GGML_BYTES = {
-    "f32": Fraction(4),
-    "f16": Fraction(2),
-    "bf16": Fraction(2),
-    "q8_0": Fraction(34, 32),
-    "q5_1": Fraction(24, 32),
-    "q5_0": Fraction(22, 32),
-    "q4_1": Fraction(20, 32),
-    "q4_0": Fraction(18, 32),
-    "iq4_nl": Fraction(18, 32),
-}
-
 
 def _compare_caches(case: Case) -> Iterator[AuditLine]:
-    """Each cache: cells x streams x what its layers keep of a token, in its own types (llama-kv-cache.cpp)."""
-    log = case.log
-    keys, values = (
-        _GGML_BYTES.get(str(log.own_settings[name].value)) if name in log.own_settings else Fraction(2)
-        for name in ("type_k", "type_v")
-    )
+    """Each cache: cells x streams x what its layers keep of a token (src/llama-kv-cache.cpp)."""
+    log, plan = case.log, case.served.plan
+    caches = [item for item in plan.layers if not isinstance(item.cache, STATES)]
     for worker, memory in log.by_worker("kv_memory").items():
+        held = caches
+        if worker in ("SWA", "non-SWA"):
+            held = [item for item in caches if isinstance(item.cache, SlidingWindow) is (worker == "SWA")]
         cells = _count(log, "kv_cells", worker, "n_ctx")
         layers = _count(log, "kv_layers", worker, "n_layer")
-        elements = _elements_per_cell(case, worker)
-        if cells is None or layers is None or keys is None or values is None or not elements:
+        if cells is None or layers is None or not held:
             yield _theirs_alone(memory)
             continue
         streams = _count(log, "kv_streams", worker, "") or 1
-        held = Fraction(sum(elements) * layers, len(elements))  # some layers may share the cache of others
-        ours = round(cells * streams * held * (keys + values) / 2)
+        row = row_bytes(held, plan.deployment.cache, None)
+        ours = round(Fraction(cells * streams * row * layers, len(held)))  # some layers may read another's
         term = "KV memory" if worker is None else f"KV memory, {worker} cache"
         yield _line(term, memory, ours)
-
-
-def _elements_per_cell(case: Case, worker: str | None) -> list[int]:
-    """Elements that each layer keeps of a token: in the cache of windows, in the other one, or in the only one."""
-    plan = case.served.plan
-    form = plan.deployment.cache._replace(tensor_parallel_size=1)
-    width = KV_DTYPE_BYTES[form.kv_cache_dtype]
-    caches = [item.cache for item in plan.layers if not isinstance(item.cache, STATES)]
-    if worker in ("SWA", "non-SWA"):
-        caches = [cache for cache in caches if isinstance(cache, SlidingWindow) is (worker == "SWA")]
-    return [cache.payload_bytes(1, form) // width for cache in caches]
 
 
 def _count(log: StartupLog, name: str, worker: str | None, in_shape: str) -> int | None:
