@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TextIO, get_args, get_type_hints
 from kvplan.core.deployment import Deployment
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.sizing import GpuBudget
+from kvplan.core.sizing import GpuBudget, OverheadSource
 from kvplan.core.vllm_rules import nearest_rules
 from kvplan.errors import InputError, unknown_name
 from kvplan.safe_yaml import read_yaml
@@ -109,12 +109,13 @@ _SAME_MEMORY = 100
 
 
 class Measured(NamedTuple):
-    """An overhead in place of the estimate, or None where the calibration does not hold, and why.
+    """An overhead in place of the estimate, or None where the calibration does not hold; where it is from, and why.
 
     ``reasons`` say what differs, each in a few words with what was made of it.
     """
 
     overhead: Overhead | None
+    source: OverheadSource
     reasons: tuple[str, ...]
 
 
@@ -148,7 +149,7 @@ def measured_overhead(
                 f"{gpu.memory_bytes:,} here"
             )
     if refused:
-        return Measured(None, (f"not used: {'; '.join(refused)}",))
+        return Measured(None, "estimated", (f"not used: {'; '.join(refused)}",))
     ours = estimate(deployment)
     reasons: list[str] = []
     total, slack = _sum(kept, ours)
@@ -230,7 +231,6 @@ def _overhead(kept: Calibration, ours: Overhead, total: int, slack: int | None) 
         low=min(ours.low, total) if slack is None else max(0, total - slack),
         high=max(ours.high, total) if slack is None else total + slack,
         uncounted_graphs=0 if graphs else kept.cuda_graphs_bytes or ours.uncounted_graphs,
-        source="measured",
     )
 
 
@@ -252,7 +252,7 @@ def _shifted(
         if getattr(kept, name) not in (None, getattr(deployment, name))
     }
     if not there:
-        return Measured(measured, tuple(reasons))
+        return Measured(measured, "measured", tuple(reasons))
     reasons += [
         f"scaled by our estimate: {name} {value} there, {getattr(deployment, name)} here"
         for name, value in there.items()
@@ -273,7 +273,7 @@ def _shifted(
             uncounted_graphs=max(
                 0, measured.uncounted_graphs + after.uncounted_graphs - before.uncounted_graphs
             ),
-            source="scaled",
         ),
+        "scaled",
         tuple(reasons),
     )

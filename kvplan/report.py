@@ -153,7 +153,7 @@ class Report:
         parts = [
             ("weights", rank.weights_bytes or 0, ""),
             (
-                f"overhead, {overhead.source}",
+                f"overhead, {capacity.overhead_source}",
                 rank.overhead_bytes or 0,
                 f"{_gib(overhead.low)} to {_gib(overhead.high)}",
             ),
@@ -571,7 +571,7 @@ def _size_rows(result: SizeResult, *, alone: bool) -> list[tuple[str, str]]:
         rows.append(("GPU", f"{gpu.count} x {gpu.name}, {format_bytes(gpu.memory_bytes)}"))
     if capacity.overhead_bytes is not None and not alone:
         low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
-        source = capacity.overhead_bytes.source.replace("estimated", "est.")
+        source = str(capacity.overhead_source).replace("estimated", "est.")
         rows.append((f"overhead, {source}", f"{format_bytes(low)} to {format_bytes(high)}"))
     share = [] if capacity.headroom_share is None else [format_share(capacity.headroom_share)]
     rows.append(("memory for KV", format_bytes(capacity.available_kv_bytes)))

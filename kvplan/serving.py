@@ -225,7 +225,7 @@ def _budgeted(
     if kept is not None:
         from kvplan.calibration import measured_overhead
 
-        measured, reasons = measured_overhead(
+        measured, source, reasons = measured_overhead(
             kept,
             spec,
             deployment,
@@ -236,9 +236,9 @@ def _budgeted(
         for reason in reasons:
             _say_once(warnings, f"calibration of {kept.source}: {reason}")
         if measured is not None:
-            resolver.note("overhead", measured.source, kept.source)
-            return Budget(budget, (measured,) * len(plan.stages))
-        resolver.note("overhead", "estimated", "the calibration does not hold")
+            resolver.note("overhead", source, kept.source)
+            return Budget(budget, (measured,) * len(plan.stages), source=source)
+        resolver.note("overhead", source, "the calibration does not hold")
     overhead = sizing.overhead(spec, deployment, gpu)
     return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
 

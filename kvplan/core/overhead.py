@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
 
 from kvplan.core.deployment import Margin
 from kvplan.core.kv_cache import STATES
@@ -66,8 +65,7 @@ class Overhead:
     """Bytes on each GPU beside weights and KV: an estimate, ``low`` to ``high`` for the sum of the first three.
 
     ``runtime`` includes ``communication``. ``uncounted_graphs`` are graphs that this version does not take off the
-    budget: they come out of what ``gpu_memory_utilization`` leaves free. ``source`` is where the figures come from:
-    counted and estimated, as one start measured them, or that carried over to other limits.
+    budget: they come out of what ``gpu_memory_utilization`` leaves free.
     """
 
     activations: int
@@ -77,7 +75,6 @@ class Overhead:
     high: int
     communication: int = 0
     uncounted_graphs: int = 0
-    source: Literal["estimated", "measured", "scaled"] = "estimated"
 
     def total(self, margin: Margin) -> int:
         """The sum at that end of the range."""

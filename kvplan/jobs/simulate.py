@@ -512,8 +512,9 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
     if options.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes"
     assert machine is not None, "otherwise the number of blocks was given"
-    overhead = machine.served.capacity.overhead_bytes if machine.served.capacity else None
-    return f"sized from model and GPU ({overhead.source if overhead else 'exact'})"
+    capacity = machine.served.capacity
+    assert capacity is not None, "there is a GPU or its memory"
+    return f"sized from model and GPU ({capacity.overhead_source})"
 
 
 def _scheduler_config(

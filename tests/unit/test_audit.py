@@ -226,6 +226,103 @@ def test_what_is_given_goes_before_what_the_log_says() -> None:
     assert terms["blocks"].ours == 10_240
 
 
+def test_versions_with_drafts_are_tried_where_the_log_tells_neither() -> None:
+    # A start of July 2026 with three drafted tokens; 0.26 to 0.32 give 289,661 for 5.23 GiB.
+    result = audit_with(
+        read_log(
+            ["non-default args: {'model': '~/.cache/huggingface/qwen3.6-27b-fp8', 'max_model_len': 262144, "
+             "'quantization': 'fp8', 'tensor_parallel_size': 2, 'kv_cache_dtype': 'int8_per_token_head', "
+             "'enable_prefix_caching': True}",
+             "Available KV cache memory: 5.23 GiB",
+             "GPU KV cache size: 289,661 tokens",
+             "Maximum concurrency for 262,144 tokens per request: 1.10x"],
+            "a.log",
+        ),
+        SizeOptions(),
+    )  # fmt: skip
+    line = lines_of(result)["KV cache tokens"]
+    assert line.likely_cause == "the rules of vLLM 0.26 to 0.32, with drafts of 3 tokens"
+
+
+def test_another_version_is_named_where_its_rules_give_every_figure() -> None:
+    config = (
+        "Initializing a V1 LLM engine (v0.33.0) with config: model='google/gemma-3-27b-it', dtype=torch.bfloat16, "
+        "max_seq_len=32768, tensor_parallel_size=1, kv_cache_dtype=auto"
+    )
+    shown = [
+        "Chunked prefill is enabled with max_num_batched_tokens=2048.",
+        "Asynchronous scheduling is disabled.",
+        "Available KV cache memory: 4.60 GiB",
+    ]
+    # Blocks of 10 pages of 131,072 bytes: 3,768; shared out among 7 groups up to 0.20: 538 x 16 tokens.
+    line = audited(*shown, "GPU KV cache size: 8,608 tokens", config=config)["KV cache tokens"]
+    assert line.agrees is False
+    assert line.likely_cause == "the rules of vLLM 0.19 to 0.20"
+
+
+def test_blocks_of_a_model_with_states_are_compared() -> None:
+    config = (
+        "Initializing a V1 LLM engine (v0.24.0) with config: model='Qwen/Qwen3.5-27B', dtype=torch.bfloat16, "
+        "max_seq_len=32768, tensor_parallel_size=1, kv_cache_dtype=auto, enable_prefix_caching=True"
+    )
+    terms = audited(
+        "Setting attention block size to 784 tokens to ensure that attention page size is >= mamba page size.",
+        "Padding mamba page size by 0.13% to ensure that mamba page size and attention page size are exactly equal.",
+        config=config,
+    )
+    # A state of 3,207,168 bytes in a page of 784 tokens of 4,096 bytes.
+    assert (terms["block size"].ours, terms["block size"].agrees) == (784, True)
+    padding = terms["padding of states"]
+    assert padding.ours == pytest.approx(100 * (784 * 4096 - 3_207_168) / 3_207_168)
+    assert padding.agrees
+
+
+def test_newer_and_older_engines_go_by_the_nearest_rules() -> None:
+    for version, rules in (
+        ("0.40.1", "0.33, the newest"),
+        ("0.5.4", "0.6, the oldest"),
+        ("0.1.dev1+gab", "0.33, the newest"),
+    ):
+        log = read_log([CONFIG.replace("0.33.0", version), "Available KV cache memory: 10.00 GiB"], "a.log")
+        result = audit_with(log, SizeOptions())
+        assert result.notes == (
+            f"the rules of vLLM {version} are not known: ours follow those of {rules} held",
+        )
+        assert result.sized is not None
+
+
+def test_a_setting_that_we_cannot_follow_is_left_out_with_a_note() -> None:
+    config = (
+        CONFIG
+        + ", speculative_config=SpeculativeConfig(method='dflash', model='/x/dflash', num_spec_tokens=5)"
+    )
+    log = read_log([config, "Available KV cache memory: 10.00 GiB", "# GPU blocks: 5120"], "a.log")
+    result = audit_with(log, SizeOptions())
+    assert [note.partition(" of the log")[0] for note in result.notes] == [
+        "speculative_model",
+        "speculative_method",
+        "num_speculative_tokens",
+    ]
+    assert lines_of(result)["blocks"].agrees
+
+
+@pytest.mark.parametrize(
+    ("name", "known"),
+    [
+        ("RedHatAI/Llama-3.3-70B-Instruct-quantized.w8a8", "llama-3.1-70b"),
+        ("redhatai/Llama-3.3-70B-Instruct-FP8-dynamic", "llama-3.1-70b"),
+        ("/models/qwen3.6-27b-autoround-int4", "qwen3.5-27b"),
+        ("cyankiwi/Kimi-Linear-48B-A3B-Instruct-AWQ-4bit", "kimi-linear-48b"),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
+    ],
+)
+def test_copies_of_a_model_are_known_by_their_names(name: str, known: str) -> None:
+    log = read_log([CONFIG.replace("meta-llama/Llama-3.1-8B-Instruct", name), "# GPU blocks: 5119"], "a.log")
+    result = audit_with(log, SizeOptions())
+    assert result.sized is not None
+    assert result.sized.model.name == known
+
+
 def test_a_calibration_keeps_what_one_process_measured(tmp_path: Path) -> None:
     kept = of("vllm-0.33.0-tp2").calibration
     assert kept is not None
@@ -274,7 +371,7 @@ def test_a_start_sized_again_has_the_memory_that_it_printed(tmp_path: Path, name
     assert any(memory.allows(rank.available_kv_bytes) for rank in again.capacity.ranks)
     overhead = again.capacity.overhead_bytes
     assert overhead is not None
-    assert (overhead.source, again.config["overhead"].value) == ("measured", "measured")
+    assert (again.capacity.overhead_source, again.config["overhead"].value) == ("measured", "measured")
     assert overhead.high - overhead.low <= GIB // 25
     assert overhead.low <= overhead.total("mid") <= overhead.high
 

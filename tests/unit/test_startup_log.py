@@ -462,3 +462,49 @@ def test_figures_of_one_start_are_bounded() -> None:
     log = read_log(lines, "log")
     assert len(log.figures) == 20_000
     assert log.notes == ["20,000 figures are read; those after line 20000 are left out"]
+
+
+def test_parts_of_a_log_may_stand_in_another_order() -> None:
+    log = read_log(
+        ["(Worker_TP0 pid=13) INFO 07-06 12:23:48 [gpu_worker.py:508] Available KV cache memory: 5.23 GiB",
+         "(EngineCore pid=12) INFO 07-06 12:23:48 [kv_cache_utils.py:2146] GPU KV cache size: 289,661 tokens",
+         "**Engine config:**",
+         "(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] vLLM API server version 0.26.0",
+         "(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] non-default args: {'model': 'Qwen/Qwen3.6-27B', "
+         "'max_model_len': 262144, 'tensor_parallel_size': 2}"],
+        "log",
+    )  # fmt: skip
+    assert (log.version, log.model) == ("0.26.0", "Qwen/Qwen3.6-27B")
+    assert settings(log) == {"max_model_len": 262_144, "tensor_parallel_size": 2}
+    assert [figure.name for figure in log.figures] == ["kv_memory", "kv_cache_tokens"]
+    assert log.notes == ["the settings from line 4 on are taken for those of the figures above"]
+
+
+def test_arguments_alone_tell_settings() -> None:
+    log = read_log(
+        ["(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] non-default args: {'model': '~/models/q-fp8', "
+         "'quantization': 'fp8', 'served_model_name': ['q', 'r'], 'kv_cache_dtype': 'int8_per_token_head', "
+         "'speculative_config': {'method': 'mtp', 'num_speculative_tokens': 3}}",
+         "(Worker pid=5) [Stage-1] INFO 02-23 03:40:38 [base.py:81] Available KV cache memory: 37.18 GiB "
+         "(process-scoped)"],
+        "log",
+    )  # fmt: skip
+    assert log.model == "~/models/q-fp8"
+    assert settings(log) == {
+        "kv_cache_dtype": "int8_per_token_head",
+        "num_speculative_tokens": 3,
+        "quantization": "fp8",
+        "speculative_method": "mtp",
+    }
+    assert values(log, "kv_memory") == [(gib("37.18"), "Worker")]
+
+
+def test_a_log_within_a_frame_is_read() -> None:
+    log = read_log(
+        ["│ INFO 03-21 20:15:45 [worker.py:267] model weights take 12.55GiB; non_torch_memory takes 0.16GiB; PyTorch "
+         "activation peak memory takes 2.38GiB; the rest of the memory reserved for KV Cache is 56.18GiB.      │",
+         "│ INFO 03-21 20:15:46 [executor_base.py:111] # cuda blocks: 7191, # CPU blocks: 512               │"],
+        "log",
+    )  # fmt: skip
+    assert values(log, "num_gpu_blocks") == [(7191, None)]
+    assert values(log, "kv_memory") == [(gib("56.18"), None)]
