@@ -57,6 +57,7 @@ class ServingOptions:
     max_num_batched_tokens: int | None = None
     enforce_eager: bool | None = None
     margin: str | None = None
+    calibration: str | None = None
     set: tuple[str, ...] = ()
     models: str | None = None
 

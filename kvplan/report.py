@@ -158,7 +158,7 @@ class Report:
         parts = [
             ("weights", rank.weights_bytes or 0, ""),
             (
-                "overhead, estimated",
+                f"overhead, {capacity.overhead_source}",
                 rank.overhead_bytes or 0,
                 f"{_gib(overhead.low)} to {_gib(overhead.high)}",
             ),
@@ -457,7 +457,9 @@ def _audit_figure(unit: str, value: float | None) -> str:
         return "-"
     if unit == "bytes":
         return format_bytes(int(value))
-    return f"{value:,.2f}x" if unit == "times" else f"{value:,}"
+    if unit in ("times", "percent"):
+        return f"{value:,.2f}{'x' if unit == 'times' else '%'}"
+    return f"{value:,}"
 
 
 def _audit_difference(line: AuditLine) -> str:
@@ -487,6 +489,10 @@ def _assumptions(settings: Settings, *, but: Collection[str] = ()) -> str:
     names = [name for name in names if name not in but]
     given = [f"{n} {literal(settings[n].value)}" for n in names if settings[n].given]
     assumed = [f"{n} {literal(settings[n].value)}" for n in names if not settings[n].given]
+    if "overhead" in settings:
+        given.append(
+            f"overhead {literal(settings['overhead'].value)} ({literal(settings['overhead'].source)})"
+        )
     return "; ".join([*given, f"assumed: {', '.join(assumed)}"] if assumed else given)
 
 
@@ -605,7 +611,8 @@ def _size_rows(result: SizeResult, *, alone: bool) -> list[tuple[str, str]]:
         rows.append(("GPU", f"{gpu.count} x {gpu.name}, {format_bytes(gpu.memory_bytes)}"))
     if capacity.overhead_bytes is not None and not alone:
         low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
-        rows.append(("overhead, est.", f"{format_bytes(low)} to {format_bytes(high)}"))
+        source = str(capacity.overhead_source).replace("estimated", "est.")
+        rows.append((f"overhead, {source}", f"{format_bytes(low)} to {format_bytes(high)}"))
     share = [] if capacity.headroom_share is None else [format_share(capacity.headroom_share)]
     rows.append(("memory for KV", format_bytes(capacity.available_kv_bytes)))
     if capacity.num_gpu_blocks:

@@ -9,7 +9,7 @@ import math
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
@@ -40,6 +40,9 @@ from kvplan.core.sizing import (
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
+
+if TYPE_CHECKING:
+    from kvplan.calibration import Calibration
 
 #: Ways to draft that need no layers with a cache.
 _METHODS_WITHOUT_LAYERS = ("ngram", "suffix", "medusa", "mlp_speculator", "gemma4_mtp")
@@ -83,13 +86,14 @@ def serve(
     warnings: list[str] = []
     spec = _as_loaded(spec, resolver)
     engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, warnings)
-    served = _plan(spec, gpu, engine, deployment, budget, warnings)
+    kept = _calibration(options)
+    served = _plan(spec, gpu, engine, deployment, budget, kept, resolver, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
         longest = served.capacity.max_model_len_that_fits
         if longest:
             resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
             deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
-            served = _plan(spec, gpu, engine, deployment, budget, warnings)
+            served = _plan(spec, gpu, engine, deployment, budget, kept, resolver, warnings)
     return served
 
 
@@ -109,7 +113,8 @@ def would_fit(
     spec = _as_loaded(spec, resolver)
     engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
     plan = _laid_out(spec, engine, deployment)
-    return fits(plan, _budgeted(spec, gpu, engine, plan, budget))
+    kept = _calibration(resolver.options)
+    return fits(plan, _budgeted(spec, gpu, engine, plan, budget, kept, resolver, []))
 
 
 def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
@@ -146,12 +151,15 @@ def _plan(
     engine: Engine,
     deployment: Deployment,
     budget: GpuBudget | None,
+    kept: Calibration | None,
+    resolver: Resolver[Any],
     warnings: list[str],
 ) -> Served:
     plan = _laid_out(spec, engine, deployment)
     capacity = None
+    budgeted = _budgeted(spec, gpu, engine, plan, budget, kept, resolver, warnings)
     if budget is not None or _pool_is_given(deployment):
-        capacity = plan_capacity(plan, _budgeted(spec, gpu, engine, plan, budget))
+        capacity = plan_capacity(plan, budgeted)
     limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
     return Served(
         spec=spec,
@@ -184,15 +192,60 @@ def _laid_out(spec: ModelSpec, engine: Engine, deployment: Deployment) -> Plan:
     return Plan(spec, deployment, sizing.make_pool, stages)
 
 
+def _calibration(options: ServingOptions) -> Calibration | None:
+    """What ``--calibration`` names."""
+    if options.calibration is None:
+        return None
+    from kvplan.calibration import load_calibration  # only such runs need it
+
+    return load_calibration(Path(options.calibration))
+
+
 def _budgeted(
-    spec: ModelSpec, gpu: Gpu | None, engine: Engine, plan: Plan, budget: GpuBudget | None
+    spec: ModelSpec,
+    gpu: Gpu | None,
+    engine: Engine,
+    plan: Plan,
+    budget: GpuBudget | None,
+    kept: Calibration | None,
+    resolver: Resolver[Any],
+    warnings: list[str],
 ) -> Budget:
-    """The memory that there is, with the overhead of each stage; without where the pool is given."""
-    if _pool_is_given(plan.deployment):
+    """The memory that there is, with the overhead of each stage: measured where a calibration holds.
+
+    Without an overhead where the pool is given or no memory is known.
+    """
+    deployment = plan.deployment
+    if _pool_is_given(deployment) or budget is None:
+        if kept is not None:
+            why = "the memory of a GPU is not known" if budget is None else "the pool is given"
+            _say_once(warnings, f"the calibration has no effect: {why}")
         return Budget(budget, ())
     sizing = engine_sizing(engine.name, engine.version)
-    overhead = sizing.overhead(spec, plan.deployment, gpu)
+    if kept is not None:
+        from kvplan.calibration import measured_overhead
+
+        measured, source, reasons = measured_overhead(
+            kept,
+            spec,
+            deployment,
+            budget,
+            plan.loaded(),
+            lambda settings: sizing.overhead(spec, settings, gpu),
+        )
+        for reason in reasons:
+            _say_once(warnings, f"calibration of {kept.source}: {reason}")
+        if measured is not None:
+            resolver.note("overhead", source, kept.source)
+            return Budget(budget, (measured,) * len(plan.stages), source=source)
+        resolver.note("overhead", source, "the calibration does not hold")
+    overhead = sizing.overhead(spec, deployment, gpu)
     return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
+
+
+def _say_once(warnings: list[str], text: str) -> None:
+    if text not in warnings:
+        warnings.append(text)
 
 
 # Settings
@@ -223,12 +276,15 @@ def _deployment(
     default = f"default of {engine.name} {engine.version}".rstrip()
     caches = [item.cache for item in spec.layers]
     length = _max_model_len(spec, resolver, warnings)
+    memory = size_in_bytes(options.gpu_memory, "gpu_memory") or (gpu.memory_bytes if gpu else None)
     batch, seqs = choose_batch_limits(
         resolver,
         rules,
-        rules.batch_limits(gpu.memory_bytes if gpu else None, gpu.name if gpu else ""),
+        rules.batch_limits(memory, gpu.name if gpu else ""),
         length,
-        f"{default} on {gpu.name}" if gpu else f"{default} without a known GPU",
+        f"{default} on {gpu.name if gpu else 'a GPU of this memory'}"
+        if memory is not None
+        else f"{default} without a known GPU",
     )
     if batch < seqs and rules.batch_holds_sequences:
         raise InputError(

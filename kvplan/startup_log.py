@@ -228,6 +228,7 @@ class _Reader:
 
     def result(self) -> StartupLog:
         """What was read."""
+        self._join_excerpts()
         last = self._current
         log = self._complete if last is None or (self._complete and not last.is_complete) else last
         if log is None:
@@ -252,11 +253,29 @@ class _Reader:
             log.notes.append("the log ends before the engine says how large its KV cache is")
         return log
 
+    def _join_excerpts(self) -> None:
+        """Take over the settings that stand below the figures of a start, as where someone posts parts of a log."""
+        first, last = self._complete, self._current
+        if first is None or last is None or last.figures or last.refusal is not None:
+            return
+        if first.engine != last.engine or first.version is not None or self._num_starts != 2:
+            return
+        first.version, first.model = last.version, last.model or first.model
+        first.settings = {**first.settings, **last.settings}
+        first.own_settings = {**first.own_settings, **last.own_settings}
+        first.notes += [
+            *last.notes,
+            f"the settings from line {last.line} on are taken for those of the figures above",
+        ]
+        self._current, self._complete, self._num_starts = first, None, 1
+
     def _apply(self, rule: Rule, match: re.Match[str], number: int, text: str) -> None:
         worker = _worker(text[: match.start()])
         if rule.role in ("start", "engine") and self._is_new_start(rule, worker):
             self._begin(rule.engine, number)
-        if self._current is None and any(_is_figure(item.target) for item in rule.fields):
+        if self._current is None and any(
+            _is_figure(item.target) or item.target == "config" for item in rule.fields
+        ):
             self._begin(rule.engine, number)  # the log was cut at its head
         log = self._current
         if log is None or log.engine != rule.engine:

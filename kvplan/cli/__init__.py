@@ -30,7 +30,7 @@ _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
 #: Options and commands of the contract that come later, so that asking for one gets a true answer.
 _LATER = {
     *("--lengths", "--trace", "--suggest"),
-    *("--preemption-mode", "--swap-space", "--calibration", "--report", "--seed"),
+    *("--preemption-mode", "--swap-space", "--report", "--seed"),
     *("compare", "trace", "kernel-bench", "explain"),
 }
 _COMMANDS = ("size", "simulate", "check", "audit", "models", "gpus")

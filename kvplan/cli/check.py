@@ -47,7 +47,7 @@ def check(
     read = [
         path
         for one in planned
-        for path in (one.subject, one.options.models, one.deployment_file)
+        for path in (one.subject, one.options.models, one.options.calibration, one.deployment_file)
         if path is not None
     ]
     check_output_paths({"--junit": junit}, sources=[file, *read])
@@ -56,6 +56,8 @@ def check(
         if sys.stderr.isatty():
             sys.stderr.write(f"check {number} of {len(planned)}\n")
         results.append(one.run())
+        for warning in results[-1].warnings:
+            shared.warn(f'check "{one.name}": {warning}')
     report = CheckReport(file, tuple(results))
     if junit is not None:
         from kvplan.junit import junit_xml

@@ -139,6 +139,14 @@ Margin = Annotated[
     str | None,
     typer.Option("--margin", help="Which end of the estimated overhead decides: low, mid or high."),
 ]
+Calibration = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE",
+        help="Memory that the engine measured, kept by kvplan audit, instead of the estimate.",
+    ),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a field of the model; repeatable."),

@@ -63,6 +63,7 @@ def simulate(
     max_lora_rank: shared.MaxLoraRank = None,
     engine: shared.Engine = None,
     margin: shared.Margin = None,
+    calibration: shared.Calibration = None,
     enable_prefix_caching: shared.EnablePrefixCaching = None,
     enable_chunked_prefill: Annotated[
         bool | None,
@@ -144,7 +145,9 @@ def simulate(
     from kvplan.output import check_output_paths
 
     outputs = {"--requests": requests, "--timeline": timeline, "--events": events}
-    check_output_paths(outputs, sources=[path for path in (trace, model, models) if path is not None])
+    check_output_paths(
+        outputs, sources=[path for path in (trace, model, models, calibration) if path is not None]
+    )
     if events_detail and events is None:
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"

@@ -95,6 +95,7 @@ def size(
         ),
     ] = None,
     margin: shared.Margin = None,
+    calibration: shared.Calibration = None,
     vllm_command: shared.VllmCommand = None,
     from_: shared.From = None,
     ignore_flag: shared.IgnoreFlag = None,

@@ -101,10 +101,12 @@ def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
     rank = capacity.ranks[capacity.limiting_rank]
     overhead, formulas = capacity.overhead_bytes, plan.pool.formulas
     if overhead is not None:
+        measured = capacity.overhead_source != "estimated"
+        source = "a start of the engine, docs/audit.md" if measured else formulas.overhead_source
         lines.append(
-            f"overhead ({deployment.margin}, estimated) = activations {overhead.activations:,} + CUDA graphs "
-            f"{overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to {overhead.high:,} "
-            f"[{formulas.overhead_source}]"
+            f"overhead ({deployment.margin}, {capacity.overhead_source}) = activations {overhead.activations:,} + "
+            f"CUDA graphs {overhead.cuda_graphs:,} + runtime {overhead.runtime:,}; from {overhead.low:,} to "
+            f"{overhead.high:,} [{source}]"
         )
         budget = formulas.budget.format(
             utilization=deployment.gpu_memory_utilization,

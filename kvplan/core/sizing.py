@@ -32,6 +32,11 @@ _ENDLESS = 10**12
 _GROWTH_SPAN = 128
 
 
+#: Where an overhead comes from: counted and estimated, as a start of the engine measured it, or that carried over to
+#: other limits of a batch.
+OverheadSource = Literal["estimated", "measured", "scaled"]
+
+
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """Layers that share one block table. ``page_bytes`` is one block of one layer; None where they differ."""
@@ -126,6 +131,7 @@ class Capacity:
     taken_kv_bytes: int
     unused_bytes: int | None
     overhead_bytes: Overhead | None
+    overhead_source: OverheadSource | None
     overhead_is_guess: bool
     num_gpu_blocks: int
     usable_blocks: int
@@ -196,6 +202,14 @@ class Plan:
             block_size=self.pool.block_size,
             cluster_bytes_per_token=math.ceil(cluster),
             per_gpu=self._kv_bytes(self.pool, deployment.cache, limiting),
+        )
+
+    def loaded(self) -> tuple[int | None, ...]:
+        """Bytes on a rank of each stage once the model is loaded, rotary tables and LoRA slots too; None: unknown."""
+        held = [stage_weights(self.spec, self.deployment, stage) for stage in self.stages]
+        return tuple(
+            None if size is None else size + stage_extras(self.spec, self.deployment, stage)
+            for size, stage in zip(held, self.stages, strict=True)
         )
 
     def bytes_per_token(self, stage: Stage) -> int:
@@ -333,6 +347,7 @@ class Budget(NamedTuple):
     overheads: tuple[Overhead, ...]
     #: Whether they were held against too few logs to trust a yes on which both ends agree.
     is_guess: bool = False
+    source: OverheadSource = "estimated"
 
 
 def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
@@ -371,6 +386,7 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         taken_kv_bytes=deployment.concurrency * pool.allocated_bytes(deployment.seq, plan.stages[limiting]),
         unused_bytes=blocks[limiting].unused_bytes,
         overhead_bytes=budget.overheads[limiting] if budget.overheads else None,
+        overhead_source=budget.source if budget.overheads else None,
         overhead_is_guess=bool(budget.overheads) and budget.is_guess,
         num_gpu_blocks=num_blocks,
         usable_blocks=usable,

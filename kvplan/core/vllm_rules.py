@@ -28,6 +28,8 @@ from kvplan.errors import InputError, unknown_name
 
 NEWEST = (0, 33)
 _OLDEST = (0, 6)
+#: The first version of each set of rules below, newest first.
+RULE_CHANGES = ("0.33", "0.26", "0.24", "0.21", "0.19", "0.11", "0.8", "0.7")
 
 #: How a version of vLLM counts the tokens of its start-up line: blocks of one group, blocks shared out among the
 #: groups, or the concurrency it prints times the longest length.
@@ -411,3 +413,17 @@ def vllm_rules(version: str) -> VllmRules:
             hint=f"use a version from {'.'.join(map(str, _OLDEST))} to {newest}",
         )
     return VllmRules(number)
+
+
+def nearest_rules(version: str) -> VllmRules:
+    """The rules for a version as an engine prints its own: of one that is older or newer than all known, the nearest.
+
+    A build without a release in its name, such as ``0.1.dev11+gabc`` or ``dev``, is taken for the newest.
+    """
+    match = re.match(r"v?([0-9]{1,3})\.([0-9]{1,4})(?![0-9])", version)
+    if match is None:
+        return VllmRules(NEWEST)
+    number = (int(match.group(1)), int(match.group(2)))
+    if number < _OLDEST and ".dev" in version:
+        return VllmRules(NEWEST)
+    return VllmRules(min(max(number, _OLDEST), NEWEST))

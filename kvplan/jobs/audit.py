@@ -10,23 +10,36 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
 
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
 from kvplan.config import load_model, resource
-from kvplan.core.model import KV_DTYPE_BYTES
-from kvplan.core.sizing import Capacity, Margin
+from kvplan.core.kept_layers import row_bytes
+from kvplan.core.kv_cache import STATES, SlidingWindow
+from kvplan.core.vllm_rules import NEWEST, nearest_rules
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
-from kvplan.options import SizeOptions, check_engine, check_options
+from kvplan.likely_causes import (
+    DERIVED,
+    SAME_WEIGHTS,
+    Case,
+    Derived,
+    Unit,
+    largest_part,
+    nearest,
+    needed_bytes,
+    needed_cause,
+    pool_cause,
+    weights_cause,
+)
+from kvplan.log_budget import GRAPHS, calibration_of, most, own_sum, pool_memory
+from kvplan.options import Resolver, SizeOptions, check_options, flag, size_in_bytes
+from kvplan.serving import find_gpu, serve
 from kvplan.startup_log import Figure, StartupLog, read_log_file
-
-Unit = Literal["bytes", "tokens", "blocks", "times"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,24 +107,35 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
     notes = list(log.notes)
     given = _with_settings_of(log, options, notes)
     name = model if model is not None else _model_named_in(log, options, notes)
-    sized: SizeResult | None = None
+    case = sized = None
     lines: list[AuditLine] = []
     if name is not None:
-        load_model(
-            name, catalogue=_path(options.models), overrides=options.set
-        )  # a wrong name is the user's mistake
-        try:
-            sized = size_with(name, _without_budget(given) if _memory(given) is None else given)
-        except InputError as error:
-            notes.append(f"ours is not known: {error}")
-    if sized is not None:
-        assert name is not None, "a size has a model"
-        lines = list(_compare(_Case(log, name, given, sized)))
+        spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+        longest, served_length = spec.max_position_embeddings, given.max_model_len
+        if longest is not None and isinstance(served_length, int) and served_length > longest:
+            notes.append(
+                f"max_model_len {served_length:,} of the log is beyond the model's {longest:,} tokens"
+            )
+            given.set = (*given.set, f"max_position_embeddings={served_length}")
+        if given.quantization == "compressed-tensors" and "fp8" in (log.model or "").lower():
+            given.quantization = _NAMED_FP8
+        case = _case(log, name, given, notes)
+    if case is not None:
+        sized = size_with(case.model, case.options)
+        lines = list(_compare(case))
     places, terms = {line.line for line in lines}, {line.term for line in lines}
     alone = (_theirs_alone(figure) for figure in _headline_figures(log) if figure.line not in places)
     lines += [line for line in alone if line.term not in terms]
-    calibration = _calibration(log, name or log.model, given, sized)
+    calibration = calibration_of(log, case.served if case else None, _gpu_memory(given, case))
+    if calibration is not None and calibration.model == log.model and name is not None:
+        calibration = calibration._replace(model=name)
     return AuditResult(log, sized, tuple(lines), calibration, tuple(notes))
+
+
+def _gpu_memory(options: SizeOptions, case: Case | None) -> int | None:
+    if case is not None and case.served.budget is not None:
+        return case.served.budget.memory_bytes
+    return size_in_bytes(options.gpu_memory, "gpu_memory")
 
 
 def _with_settings_of(log: StartupLog, options: SizeOptions, notes: list[str]) -> SizeOptions:
@@ -125,25 +149,77 @@ def _with_settings_of(log: StartupLog, options: SizeOptions, notes: list[str]) -
         filled.gpu_memory = int(total.value)
     if filled.engine is None:
         filled.engine = _engine_of(log, notes)
+    types = [str(log.own_settings[name].value) for name in ("type_k", "type_v") if name in log.own_settings]
+    if log.engine == "llama.cpp" and filled.kv_cache_dtype is None and len(types) == 2:
+        filled.kv_cache_dtype = "/".join(types)
+    if log.engine == "vllm" and _is_first_engine(log) and filled.max_num_batched_tokens is None:
+        filled.max_num_batched_tokens = _first_engines_batch(log)
     return filled
 
 
+#: What a checkpoint of compressed tensors with fp8 in its name amounts to: a scale for each row of a matrix.
+_NAMED_FP8 = "ptpc_fp8"
 #: What a log says of settings that a pool is planned without: it is compared at the printed memory.
 _NOT_OPTIONS = frozenset({"kv_cache_memory_bytes", "num_gpu_blocks_override"})
 
 
-def _engine_of(log: StartupLog, notes: list[str]) -> str | None:
-    """The rules to compare with: those of the log's engine and version, else the newest held."""
-    name: str = log.engine
-    if log.engine == "vllm" and log.version:
-        release = re.match(r"(\d+)\.(\d+)", log.version)
-        name = f"vllm@{release[1]}.{release[2]}" if release else name
-    try:
-        check_engine(name)
-    except InputError as error:
-        notes.append(f"{error.what}: ours follow the rules of {(error.hint or '').removeprefix('use ')}")
+def _engine_of(log: StartupLog, notes: list[str]) -> str:
+    """The rules to compare with: those of the log's engine and version, else the nearest that are held."""
+    if log.engine != "vllm" or not log.version:
+        return log.engine
+    rules = nearest_rules(log.version)
+    release = re.match(r"v?(\d{1,6})\.(\d{1,6})", log.version)
+    if release is None or (int(release[1]), int(release[2])) != rules.number:
+        newer = "newest" if rules.number == NEWEST else "oldest"
+        notes.append(
+            f"the rules of vLLM {log.version} are not known: ours follow those of {rules.version}, the {newer} held"
+        )
+    return f"vllm@{rules.version}"
+
+
+def _is_first_engine(log: StartupLog) -> bool:
+    """Whether vLLM's first engine runs, V0: the only one before 0.6.4, and named in the log after."""
+    generation = log.own_settings.get("engine_generation")
+    return generation is not None and generation.value == "V0"
+
+
+def _first_engines_batch(log: StartupLog) -> int | None:
+    """Tokens that V0 profiles: the longest prompt at once, unless it cuts prompts up (0.8.5 engine/arg_utils.py)."""
+    length, chunked = log.settings.get("max_model_len"), log.own_settings.get("enable_chunked_prefill")
+    if length is None or not isinstance(length.value, int):
         return None
-    return name
+    if chunked is not None and chunked.value is True:
+        return 2048
+    return max(2048, length.value)
+
+
+def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) -> Case | None:
+    """Our plan with the log's settings; None where we have none. Settings that we cannot follow are left out."""
+    gpu, count = find_gpu(options.gpu)
+    spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+    while True:
+        try:
+            return Case(log, name, options, serve(spec, Resolver(options), gpu=gpu, gpu_count=count))
+        except InputError as error:
+            where = error.where or ""
+            left_out = [
+                one
+                for one in log.settings
+                if one not in _ESSENTIAL and getattr(options, one) is not None and flag(one) in where.split()
+            ]
+            if not left_out and (options.gpu is not None or options.gpu_memory is not None):
+                notes.append(f"our budget is not known: {error}")
+                options, gpu, count = options.but({"gpu": None, "gpu_memory": None}), None, None
+                continue
+            if not left_out:
+                notes.append(f"ours is not known: {error}")
+                return None
+            notes.append(f"{left_out[0]} of the log is left out: {error.what}")
+            options = options.but({left_out[0]: None})
+
+
+#: Settings without which a comparison says nothing.
+_ESSENTIAL = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "dtype", "max_model_len"})
 
 
 def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> str | None:
@@ -162,9 +238,8 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     for text in names:
         cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", text)  # a folder of the Hugging Face cache
         name = f"{cached[1]}/{cached[2]}" if cached else text.rstrip("/\\")
-        base = re.sub(r"\.gguf\Z", "", re.split(r"[/\\]", name)[-1])
-        quantized = re.sub(r"[-_.](?:q\d\w*|iq\d\w*|f16|bf16)\Z", "", base, flags=re.IGNORECASE)
-        for candidate in (name, *(known.get(_slug(one)) for one in (base, quantized))):
+        base = re.split(r"[/\\]", name)[-1]
+        for candidate in (name, *(known.get(one) for one in _spellings(base))):
             if candidate is None or candidate.lower().endswith(".gguf"):
                 continue
             try:
@@ -177,42 +252,36 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     return None
 
 
+#: What stands at the end of the name of a copy of a model that has its shape: formats, kinds of tuning, dates.
+_ENDINGS = re.compile(
+    r"[-_.](?:gguf|i?q\d(?:[-_]\w{1,3}){0,3}|f16|bf16|fp16|hf|\d{4}|instruct|chat|it|base|pt"
+    r"|(?:fp8|nvfp4|mxfp4|awq|gptq|autoround|auto[-_]round|bnb|int4|int8|4bit|8bit|marlin|dynamic|block|w\d+a\d+|quantized"
+    r"|g\d+|mtp)(?:[-_.]\w+)?)\Z"
+)
+
+
+def _spellings(base: str) -> Iterator[str]:
+    """A model's name as slug, and without one ending after the other."""
+    slug = _slug(base)
+    yield slug
+    while (shorter := _ENDINGS.sub("", slug)) != slug:
+        slug = shorter
+        yield slug
+
+
 def _slug(name: str) -> str:
-    return re.sub(r"[\s_]+", "-", name.casefold()).removeprefix("meta-")
+    return re.sub(r"[\s_]+", "-", name[:_LONGEST_NAME].casefold()).removeprefix("meta-")
+
+
+#: Characters of a model's name that matter.
+_LONGEST_NAME = 200
 
 
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
 
-def _memory(options: SizeOptions) -> object:
-    return options.gpu_memory if options.gpu_memory is not None else options.gpu
-
-
-def _without_budget(options: SizeOptions) -> SizeOptions:
-    return replace(options, gpu=None, gpu_memory=None)
-
-
-class _Case(NamedTuple):
-    """A log, the model, the options that it amounts to, and our plan with them."""
-
-    log: StartupLog
-    model: str
-    options: SizeOptions
-    sized: SizeResult
-
-    def at(self, kv_bytes: int, **changes: object) -> Capacity | None:
-        """Our plan with this memory for the KV cache; None where it cannot be computed."""
-        options = _without_budget(self.options)
-        for name, value in {"kv_cache_memory_bytes": max(1, kv_bytes), **changes}.items():
-            options.set_option(name, value)
-        try:
-            return size_with(self.model, options).capacity
-        except InputError:
-            return None  # such a change is none that this engine has
-
-
-def _compare(case: _Case) -> Iterator[AuditLine]:
+def _compare(case: Case) -> Iterator[AuditLine]:
     if case.log.engine == "vllm":
         yield from _compare_vllm_pool(case)
         yield from _compare_budget(case)
@@ -220,7 +289,7 @@ def _compare(case: _Case) -> Iterator[AuditLine]:
         yield from _compare_caches(case)
     else:
         yield from _compare_token_pool(case)
-    weights = _most(case.log, "weights")
+    weights = most(case.log, "weights")
     if case.log.engine in ("sglang", "tensorrt-llm") and weights is not None:
         yield _weights_line(case, weights)
 
@@ -228,43 +297,26 @@ def _compare(case: _Case) -> Iterator[AuditLine]:
 # What vLLM makes of the memory for its KV cache
 
 
-class _Derived(NamedTuple):
-    """A figure that the engine derives from the memory: its name in the log, ours in a plan, and its unit."""
-
-    name: str
-    term: str
-    unit: Unit
-    ours: Callable[[Capacity], int | float]
-
-
-_DERIVED = (
-    _Derived("num_gpu_blocks", "blocks", "blocks", lambda plan: plan.num_gpu_blocks),
-    _Derived("kv_cache_tokens", "KV cache tokens", "tokens", lambda plan: plan.kv_cache_tokens),
-    _Derived("max_concurrency", "concurrency", "times", lambda plan: plan.max_concurrency),
-    _Derived("estimated_max_len", "longest that fits", "tokens", lambda plan: plan.max_model_len_that_fits),
-)
-
-
-def _compare_vllm_pool(case: _Case) -> Iterator[AuditLine]:
+def _compare_vllm_pool(case: Case) -> Iterator[AuditLine]:
     log = case.log
-    memory = log.least("kv_memory")
+    yield from _compare_groups(case)
     needed = log.last("kv_needed")
     if needed is not None:
-        one = replace(case.options, seq=None, concurrency=None)
-        ours = size_with(case.model, _without_budget(one)).kv.per_gpu.allocated_bytes_per_sequence
-        yield _line("KV of one longest sequence", needed, ours, cause=_needed_cause(case, needed, ours))
-    for derived in _DERIVED:
+        ours = needed_bytes(case.served)
+        yield _line("KV of one longest sequence", needed, ours, cause=needed_cause(case, needed, ours))
+    memory = _memory_of_pool(log)
+    for derived in DERIVED:
         figure = log.last(derived.name)
         if figure is None:
             continue
-        plan = case.at(int(memory.value)) if memory is not None and memory.value > 0 else None
+        plan = case.at(memory.value) if memory is not None and memory.value > 0 else None
         if memory is None or plan is None:
             yield _theirs_alone(figure)
             continue
         value = derived.ours(plan)
-        agrees = _reaches(case, memory, derived, figure)
+        agrees = case.reaches(memory, derived, figure)
         if not agrees:
-            cause = _pool_cause(case, memory, derived, figure, plan)
+            cause = pool_cause(case, memory, derived, figure, plan)
         else:
             cause = (
                 None if figure.allows(value) else f"rounding: KV is printed to 0.01 GiB (line {memory.line})"
@@ -272,22 +324,44 @@ def _compare_vllm_pool(case: _Case) -> Iterator[AuditLine]:
         yield _derived_line(case, derived, figure, value, agrees=agrees, cause=cause)
 
 
-def _reaches(case: _Case, memory: Figure, derived: _Derived, figure: Figure, **changes: object) -> bool:
-    """Whether some memory that would be printed so gives the figure: it grows with the memory."""
-    least, most = case.at(int(memory.low), **changes), case.at(int(memory.high), **changes)
-    if least is None or most is None:
-        return False
-    return derived.ours(least) <= figure.high and figure.low <= derived.ours(most)
+def _memory_of_pool(log: StartupLog) -> Figure | None:
+    """The memory for KV: as it was given, to the byte, else as the rank with the least printed it."""
+    memory, given = log.least("kv_memory"), log.settings.get("kv_cache_memory_bytes")
+    if given is None or not isinstance(given.value, int) or (memory and not memory.allows(given.value)):
+        return memory
+    return Figure("kv_memory", given.value, given.value, given.value, "bytes", given.line, None, "")
+
+
+def _compare_groups(case: Case) -> Iterator[AuditLine]:
+    """Blocks of a model with states, and what its pages and groups are padded with (v1/core/kv_cache_utils.py)."""
+    log, kv = case.log, case.served.kv
+    block = log.last("attention_block_size")
+    if block is not None:
+        yield _line("block size", block, kv.block_size, unit="tokens")
+    padding = log.last("mamba_padding")
+    plan = case.served.plan
+    states = [item.cache for item in plan.layers if isinstance(item.cache, STATES)]
+    page = max((group.page_bytes or 0 for group in kv.per_gpu.groups), default=0)
+    if padding is not None and states and page:
+        state = max(cache.page_bytes(1, plan.deployment.cache) for cache in states)
+        yield _line("padding of states", padding, 100 * (page - state) / state, unit="percent")
+    layers = log.last("padding_layers")
+    if layers is not None:
+        padded: dict[str, int] = {}
+        for group in kv.per_gpu.groups:
+            padded[group.kind] = padded.get(group.kind, 0) + group.padded_layers - group.layers
+        ours = nearest(list(padded.values()), layers.value)
+        yield _line("layers of padding", layers, ours, unit="count")
 
 
 def _derived_line(
-    case: _Case, derived: _Derived, figure: Figure, ours: int | float, *, agrees: bool, cause: str | None
+    case: Case, derived: Derived, figure: Figure, ours: int | float, *, agrees: bool, cause: str | None
 ) -> AuditLine:
-    group = case.sized.kv
+    per_gpu = case.served.kv.per_gpu
     per_unit = {
-        "blocks": Fraction(group.per_gpu.bytes_per_block),
-        "tokens": Fraction(group.per_gpu.bytes_per_token),
-        "times": Fraction(group.per_gpu.allocated_bytes_per_sequence),
+        "blocks": Fraction(per_gpu.bytes_per_block),
+        "tokens": Fraction(per_gpu.bytes_per_token),
+        "times": Fraction(per_gpu.allocated_bytes_per_sequence),
     }[derived.unit]
     return _line(
         derived.term,
@@ -300,283 +374,134 @@ def _derived_line(
     )
 
 
-#: Settings that a log may not show and that change what a pool gives: tried one by one.
-_TRIES: tuple[tuple[str, object, str], ...] = (
-    ("disable_hybrid_kv_cache_manager", True, "the hybrid KV cache manager is off"),
-    ("async_scheduling", True, "asynchronous scheduling: more tokens in flight hold blocks of the windows"),
-    (
-        "async_scheduling",
-        False,
-        "no asynchronous scheduling: fewer tokens in flight hold blocks of the windows",
-    ),
-    ("enable_prefix_caching", False, "prefix caching is off"),
-    ("enable_prefix_caching", True, "prefix caching is on"),
-    ("kv_cache_dtype", "fp8", "the KV cache is in fp8"),
-    *(("block_size", size, f"a block size of {size}") for size in (32, 64, 128)),
-)
-
-
-def _pool_cause(case: _Case, memory: Figure, derived: _Derived, figure: Figure, plan: Capacity) -> str | None:
-    """Why a figure is not what the printed memory gives; None if nothing that is tried gives it."""
-    for other in case.log.by_worker("kv_memory").values():
-        if other is not memory and _reaches(case, other, derived, figure):
-            return f"another rank's memory: {_who(other)} printed {other.value:,} bytes (line {other.line})"
-    override = case.log.settings.get("num_gpu_blocks_override")
-    if override is not None and derived.name == "num_gpu_blocks" and figure.value == override.value:
-        return f"num_gpu_blocks_override (line {override.line})"
-    groups = {(group.kind, group.block_size) for group in case.sized.kv.per_gpu.groups}
-    block_size = min((size for _, size in groups), default=case.sized.kv.block_size)
-    if derived.name == "kv_cache_tokens":
-        old = plan.num_gpu_blocks // len(groups) * block_size
-        if figure.value == old:
-            return (
-                f"the token line of vLLM up to 0.20: {plan.num_gpu_blocks:,} blocks // {len(groups)} groups x "
-                f"{block_size}"
-            )
-        new = int(plan.max_concurrency * plan.max_model_len)
-        if figure.value == new:
-            return f"the token line of vLLM from 0.21 on: {plan.max_concurrency:.2f} x {plan.max_model_len:,}"
-    if derived.unit in ("blocks", "tokens") and case.log.engine == "vllm":
-        step = 1 if derived.unit == "blocks" else block_size
-        if abs(figure.value - derived.ours(plan)) == step:
-            return "one block: the null block is counted on one side only"
-    for name, value, cause in _TRIES:
-        if getattr(case.options, name) is None and _reaches(case, memory, derived, figure, **{name: value}):
-            return f"{cause}, though the log does not say so"
-    return None
-
-
-def _needed_cause(case: _Case, needed: Figure, ours: int) -> str | None:
-    block = case.sized.kv.per_gpu.bytes_per_block
-    if needed.allows(ours):
-        return None
-    if needed.allows(ours + block) or needed.allows(ours - block):
-        return "one block: the null block is counted on one side only"
-    stages = case.options.pipeline_parallel_size or 1
-    if stages > 1 and needed.allows(ours // stages):
-        return f"a rank holds one of {stages} pipeline stages"
-    return None
-
-
 # The budget that led to that memory
 
 
-def _compare_budget(case: _Case) -> Iterator[AuditLine]:
-    log, sized = case.log, case.sized
+def _compare_budget(case: Case) -> Iterator[AuditLine]:
+    log, served = case.log, case.served
     requested, memory = log.last("requested"), log.least("kv_memory")
-    if requested is not None and sized.gpu is not None:
-        share = cast("float", sized.config["gpu_memory_utilization"].value)  # the option takes no other
+    if requested is not None and served.budget is not None:
+        share = served.deployment.gpu_memory_utilization
         total = log.least("gpu_total")
         inside = None
         if total is not None:
             inside = share * total.low <= requested.high and requested.low <= share * total.high + 1
-        yield _line(
-            "memory x utilization", requested, math.ceil(sized.gpu.memory_bytes * share), agrees=inside
-        )
-    weights = _most(log, "weights")
+        budget = math.ceil(served.budget.memory_bytes * share)
+        yield _line("memory x utilization", requested, budget, agrees=inside)
+    weights = most(log, "weights")
     if weights is not None:
         yield _weights_line(case, weights)
-    overhead = sized.capacity.overhead_bytes if sized.capacity is not None else None
+    plan = served.capacity
+    overhead = plan.overhead_bytes if plan is not None else None
+    loaded = None if weights is None else nearest(case.loaded(), weights.value)
+    graphs = overhead.cuda_graphs + overhead.uncounted_graphs if overhead else None
     for name, term, ours in (
         ("activations", "activations", overhead.activations if overhead else None),
         ("non_torch", "runtime", overhead.runtime if overhead else None),
-        ("cuda_graphs_estimate", "CUDA graphs (estimated)", overhead.cuda_graphs if overhead else None),
-        ("cuda_graphs", "CUDA graphs (measured)", overhead.cuda_graphs if overhead else None),
+        (
+            "consumed",
+            "weights and runtime",
+            loaded + overhead.runtime if overhead and loaded is not None else None,
+        ),
+        ("cuda_graphs_estimate", "CUDA graphs (estimated)", graphs),
+        ("cuda_graphs", "CUDA graphs (measured)", graphs),
     ):
-        figure = _most(log, name)
+        figure = most(log, name)
         if figure is not None:
             # One part of an estimate is neither right nor wrong: the range is that of the sum.
             yield replace(_line(term, figure, ours), agrees=None)
-    if memory is not None and overhead is not None and sized.capacity is not None:
-        ours = sized.capacity.available_kv_bytes
-        chosen = overhead.total(_margin(case))
-        low, high = ours + chosen - overhead.high, ours + chosen - overhead.low
+    is_given = "kv_cache_memory_bytes" in log.settings
+    if memory is not None and overhead is not None and plan is not None and not is_given:
+        available, chosen = plan.available_kv_bytes, overhead.total(served.deployment.margin)
+        low, high = available + chosen - overhead.high, available + chosen - overhead.low
         inside = low <= memory.high and memory.low <= high
-        cause = "an estimate: theirs is in our range" if inside else _largest_part(case, memory)
-        yield _line("memory for KV", memory, ours, agrees=inside, cause=cause)
-    identity = _own_sum(case.log)
+        cause = "an estimate: theirs is in our range" if inside else largest_part(case, memory)
+        yield _line("memory for KV", memory, available, agrees=inside, cause=cause)
+    identity = own_sum(log)
     if identity is not None:
         agrees = identity.graphs is not None
-        cause = _GRAPHS[identity.graphs] if identity.graphs is not None else None
+        cause = GRAPHS[identity.graphs] if identity.graphs is not None else None
         term = "memory for KV, from their parts"
         yield _line(term, identity.memory, identity.total, agrees=agrees, cause=cause)
 
 
-def _margin(case: _Case) -> Margin:
-    return cast("Margin", case.options.margin or "mid")  # check_options knows no other
+def _weights_line(case: Case, weights: Figure) -> AuditLine:
+    """Weights agree within a hundredth: engines count buffers and the allocator's rounding in.
 
-
-def _weights_line(case: _Case, weights: Figure) -> AuditLine:
-    """Weights agree within a hundredth: engines count buffers and the allocator's rounding in."""
-    ours = case.sized.weights.per_gpu_bytes
+    Ours are those of the stage that comes nearest, with what is loaded beside them.
+    """
+    ours = nearest(case.loaded(), weights.value)
     if ours is None:
         return _line("weights", weights, None)
-    near = abs(weights.value - ours) * 100 <= ours
-    return _line("weights", weights, ours, agrees=near, cause=_weights_cause(case, weights, ours, near=near))
-
-
-def _weights_cause(case: _Case, weights: Figure, ours: int, *, near: bool) -> str | None:
-    if weights.allows(ours):
-        return None
-    if near:
-        return "less than 1 %: buffers and the allocator's rounding"
-    stages = case.options.pipeline_parallel_size or 1
-    if stages > 1 and abs(weights.value * stages - ours) * 10 <= ours:
-        return f"a rank holds one of {stages} pipeline stages"
-    if case.options.quantization is not None and case.sized.model.weights.quantization is None:
-        return f"the engine quantizes the weights ({case.options.quantization}); ours are in {case.sized.weights.dtype}"
-    if case.options.num_speculative_tokens is not None and weights.value > ours:
-        return "the draft model's weights are counted in"
-    return None
-
-
-def _largest_part(case: _Case, memory: Figure) -> str | None:
-    """Which part's difference explains most of that of the memory for KV, if at least half."""
-    plan, log = case.sized.capacity, case.log
-    overhead = plan.overhead_bytes if plan is not None else None
-    if plan is None or overhead is None:
-        return None
-    parts = [
-        ("weights", "weights", case.sized.weights.per_gpu_bytes),
-        ("activations", "activations", overhead.activations),
-    ]
-    parts.append(("non_torch", "runtime", overhead.runtime))
-    identity = _own_sum(log)
-    causes: list[tuple[float, str]] = []
-    if identity is not None and identity.graphs == "":
-        causes.append(
-            (-overhead.cuda_graphs, "graph memory: this version does not take it from the budget, ours does")
-        )
-    else:
-        parts.append(("cuda_graphs", "CUDA graphs", overhead.cuda_graphs))
-    for name, term, ours in parts:
-        theirs = _most(log, name)
-        if theirs is not None and ours is not None:
-            apart = theirs.value - ours
-            more = "more" if apart > 0 else "less"
-            causes.append(
-                (apart, f"mostly {term}: theirs is {abs(apart):,} bytes {more} (line {theirs.line})")
-            )
-    missing = plan.available_kv_bytes - memory.value  # where theirs takes more, less is left
-    explaining = [cause for cause in causes if cause[0] * missing > 0 and abs(cause[0]) * 2 >= abs(missing)]
-    return max(explaining, key=lambda cause: abs(cause[0]))[1] if explaining else None
-
-
-class _OwnSum(NamedTuple):
-    """Budget less the parts that one process printed, beside the memory that it printed for KV.
-
-    ``graphs`` names the figure of the CUDA graphs with which the sum comes out: "" none, None: with no figure.
-    """
-
-    memory: Figure
-    total: int | float
-    graphs: str | None
-
-
-_GRAPHS = {
-    "": "CUDA graphs are not taken from the budget",
-    "cuda_graphs_estimate": "CUDA graphs are taken from the budget, as it estimated them",
-    "cuda_graphs": "CUDA graphs are taken from the budget, as it measured them",
-}
-
-
-def _own_sum(log: StartupLog) -> _OwnSum | None:
-    """The engine's own sum; None if no process printed all its terms."""
-    parts = _parts_of_one_worker(log)
-    memory, budget, activations = (parts.get(name) for name in ("kv_memory", "requested", "activations"))
-    consumed = [parts["consumed"]] if "consumed" in parts else [parts.get("weights"), parts.get("non_torch")]
-    taken = [part for part in (*consumed, activations) if part is not None]
-    if memory is None or budget is None or len(taken) <= len(consumed):
-        return None
-    for name in _GRAPHS:
-        terms = [*taken, *([parts[name]] if name in parts else [])]
-        low = budget.low - sum(part.high for part in terms)
-        high = budget.high - sum(part.low for part in terms)
-        if low <= memory.high and memory.low <= high:
-            return _OwnSum(memory, budget.value - sum(part.value for part in terms), name)
-    return _OwnSum(memory, budget.value - sum(part.value for part in taken), None)
+    near = abs(weights.value - ours) * SAME_WEIGHTS <= ours
+    return _line("weights", weights, ours, agrees=near, cause=weights_cause(case, weights, ours))
 
 
 # SGLang and TensorRT-LLM: a pool of tokens
 
 
-def _compare_token_pool(case: _Case) -> Iterator[AuditLine]:
-    log = case.log
-    per_token = case.sized.kv.per_gpu.bytes_per_token
-    tokens, printed = log.last("kv_cache_tokens"), log.last("kv_bytes_per_token")
-    blocks, memory = log.last("num_gpu_blocks"), _pool_memory(log)
-    if printed is not None:
-        yield _line("KV per token", printed, per_token)
+def _compare_token_pool(case: Case) -> Iterator[AuditLine]:
+    log, plan = case.log, case.served.plan
+    pool, stage = plan.pool, plan.stages[0]
+    page = pool.bytes_per_block(stage)
+    tokens, per_token = log.last("kv_cache_tokens"), log.last("kv_bytes_per_token")
+    blocks, memory = log.last("num_gpu_blocks"), pool_memory(log)
+    if per_token is not None:
+        yield _line("KV per token", per_token, round(Fraction(page, pool.block_size)))
+    planned, free = log.last("kv_planned"), log.last("free_before_kv")
+    if blocks is not None and (planned or free):
+        ends = [
+            pool.share(int(size), stage).num_blocks
+            for size in (
+                (planned.value, planned.low, planned.high)
+                if planned
+                else (pool.kv_memory(int(size), 0) for size in (free.value, free.low, free.high))
+                if free
+                else ()
+            )
+        ]
+        yield _line("blocks", blocks, ends[0], unit="blocks", agrees=ends[1] <= blocks.value <= ends[2])
     if blocks is not None and tokens is not None:
-        block_size = log.settings.get("block_size")
-        if block_size is not None and isinstance(block_size.value, int):
-            yield _line("KV cache tokens", tokens, int(blocks.value) * block_size.value, unit="tokens")
-    if tokens is None or memory is None:
+        ours, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
+        yield _line("KV cache tokens", tokens, ours, unit="tokens")
+    if tokens is None or memory is None or _has_two_pools(case):
         return
-    ours = int(tokens.value) * per_token
-    page = case.options.block_size or 1
+    held = round(Fraction(int(tokens.value) * page, pool.block_size))
     cause = None
-    if not memory.allows(ours):
-        if memory.allows(ours + page * per_token):
+    if not memory.allows(held):
+        if memory.allows(held + page):
             cause = "the pool has one page more than its tokens"
-        elif memory.allows(ours // 2) or memory.allows(ours * 2):
+        elif memory.allows(held / 2) or memory.allows(held * 2):
             cause = "an element of the cache has another size: see kv_cache_dtype"
-    yield _line(
-        "KV memory of these tokens",
-        memory,
-        ours,
-        agrees=memory.allows(ours) or memory.allows(ours + page * per_token),
-        cause=cause,
-    )
+    agrees = memory.allows(held) or memory.allows(held + page)
+    yield _line("KV memory of these tokens", memory, held, agrees=agrees, cause=cause)
 
 
-def _pool_memory(log: StartupLog) -> Figure | None:
-    """The memory of the pool: as printed, or keys and values together."""
-    memory = log.last("kv_memory")
-    keys, values = log.last("kv_k"), log.last("kv_v")
-    if memory is not None or keys is None or values is None:
-        return memory
-    return keys._replace(
-        name="kv_memory",
-        value=keys.value + values.value,
-        low=keys.low + values.low,
-        high=keys.high + values.high,
-    )
+def _has_two_pools(case: Case) -> bool:
+    """Whether windows have a pool of their own, so that no one line tells the memory of all tokens."""
+    states = {item.cache.kind for item in case.served.plan.layers if isinstance(item.cache, STATES)}
+    return sum(not states.issuperset(group.kind.split("+")) for group in case.served.kv.groups) > 1
 
 
 # llama.cpp: cells
 
-#: Bytes of one element in the cache: of a block of 32 in the quantized types (ggml-common.h).
-_GGML_BYTES = {
-    "f32": Fraction(4),
-    "f16": Fraction(2),
-    "bf16": Fraction(2),
-    "q8_0": Fraction(34, 32),
-    "q5_1": Fraction(24, 32),
-    "q5_0": Fraction(22, 32),
-    "q4_1": Fraction(20, 32),
-    "q4_0": Fraction(18, 32),
-    "iq4_nl": Fraction(18, 32),
-}
 
-
-def _compare_caches(case: _Case) -> Iterator[AuditLine]:
-    """Each cache: cells x streams x what its layers keep of a token, in its own types (llama-kv-cache.cpp)."""
-    log = case.log
-    layers_of_model = case.sized.model.num_layers
-    keys, values = (
-        _GGML_BYTES.get(str(log.own_settings[name].value)) if name in log.own_settings else Fraction(2)
-        for name in ("type_k", "type_v")
-    )
-    per_token = Fraction(case.sized.kv.bytes_per_token, KV_DTYPE_BYTES[case.sized.kv.dtype])
+def _compare_caches(case: Case) -> Iterator[AuditLine]:
+    """Each cache: cells x streams x what its layers keep of a token (src/llama-kv-cache.cpp)."""
+    log, plan = case.log, case.served.plan
+    caches = [item for item in plan.layers if not isinstance(item.cache, STATES)]
     for worker, memory in log.by_worker("kv_memory").items():
+        held = caches
+        if worker in ("SWA", "non-SWA"):
+            held = [item for item in caches if isinstance(item.cache, SlidingWindow) is (worker == "SWA")]
         cells = _count(log, "kv_cells", worker, "n_ctx")
         layers = _count(log, "kv_layers", worker, "n_layer")
-        if cells is None or layers is None or keys is None or values is None:
+        if cells is None or layers is None or not held:
             yield _theirs_alone(memory)
             continue
         streams = _count(log, "kv_streams", worker, "") or 1
-        ours = round(cells * streams * per_token * Fraction(layers, layers_of_model) * (keys + values) / 2)
+        row = row_bytes(held, plan.deployment.cache, None)
+        ours = round(Fraction(cells * streams * row * layers, len(held)))  # some layers may read another's
         term = "KV memory" if worker is None else f"KV memory, {worker} cache"
         yield _line(term, memory, ours)
 
@@ -623,7 +548,14 @@ def _line(
     )
 
 
-_UNITS: dict[str, Unit] = {"bytes": "bytes", "tokens": "tokens", "blocks": "blocks", "times": "times"}
+_UNITS: dict[str, Unit] = {
+    "bytes": "bytes",
+    "tokens": "tokens",
+    "blocks": "blocks",
+    "times": "times",
+    "percent": "percent",
+    "count": "count",
+}
 
 
 def _theirs_alone(figure: Figure) -> AuditLine:
@@ -640,6 +572,9 @@ _TERMS = {
     "kv_cache_tokens": "KV cache tokens",
     "max_concurrency": "concurrency",
     "estimated_max_len": "longest that fits",
+    "attention_block_size": "block size",
+    "mamba_padding": "padding of states",
+    "padding_layers": "layers of padding",
     "weights": "weights",
     "activations": "activations",
     "non_torch": "runtime",
@@ -655,95 +590,3 @@ _TERMS = {
 def _headline_figures(log: StartupLog) -> list[Figure]:
     """Of each of these terms the figure that was printed last."""
     return [figure for figure in map(log.last, _TERMS) if figure is not None]
-
-
-def _most(log: StartupLog, name: str) -> Figure | None:
-    """The largest of each worker's last figures: the rank that has least left."""
-    return max(log.by_worker(name).values(), key=lambda figure: figure.value, default=None)
-
-
-def _parts_of_one_worker(log: StartupLog) -> dict[str, Figure]:
-    """The parts of its budget that one process printed: of the one that printed most, or has least memory for KV."""
-    by_name = {name: log.by_worker(name) for name in _BUDGET}
-    candidates = [
-        {name: found[worker] for name, found in by_name.items() if worker in found}
-        for worker in dict.fromkeys(worker for found in by_name.values() for worker in found)
-    ]
-
-    def rank(parts: dict[str, Figure]) -> tuple[int, float]:
-        return len(parts), -(parts["kv_memory"].value if "kv_memory" in parts else 0)
-
-    return max(candidates, key=rank, default={})
-
-
-_BUDGET = (
-    *("requested", "weights", "consumed", "non_torch", "activations", "cuda_graphs", "cuda_graphs_estimate"),
-    "kv_memory",
-)
-
-
-def _who(figure: Figure) -> str:
-    return figure.worker or "a process without a name"
-
-
-# What it measured
-
-
-def _calibration(
-    log: StartupLog, model: str | None, options: SizeOptions, sized: SizeResult | None
-) -> Calibration | None:
-    """What one process of this start measured; None if the log names no model or no part of its memory."""
-    parts = _parts_of_one_worker(log)
-    pool = _pool_memory(log)
-    if pool is not None:
-        parts.setdefault("kv_memory", pool)
-    if model is None or not parts:
-        return None
-    weights, consumed, runtime = (_whole(parts, name) for name in ("weights", "consumed", "non_torch"))
-    budget, memory = _whole(parts, "requested"), _whole(parts, "kv_memory")
-    if runtime is None and consumed is not None and weights is not None:
-        runtime = max(0, consumed - weights)
-    total = log.least("gpu_total")
-    overhead = None
-    if budget is not None and weights is not None and memory is not None:
-        overhead = max(0, budget - weights - memory)
-    graphs = _whole(parts, "cuda_graphs")
-    return Calibration(
-        engine=log.engine,
-        version=log.version,
-        model=model,
-        source=f"{log.name}:{next(iter(parts.values())).line}",
-        gpu=options.gpu,
-        gpu_memory_bytes=int(total.value)
-        if total
-        else (sized.gpu.memory_bytes if sized and sized.gpu else None),
-        weights_bytes=weights,
-        activations_bytes=_whole(parts, "activations"),
-        cuda_graphs_bytes=_whole(parts, "cuda_graphs_estimate") if graphs is None else graphs,
-        runtime_bytes=runtime,
-        overhead_bytes=overhead,
-        kv_memory_bytes=memory,
-        **{name: getattr(options, name) for name in _KEPT_SETTINGS},
-    )
-
-
-#: Settings that a calibration holds for.
-_KEPT_SETTINGS = (
-    "gpu_memory_utilization",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-    "dtype",
-    "quantization",
-    "kv_cache_dtype",
-    "max_model_len",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "enforce_eager",
-)
-
-
-def _whole(parts: dict[str, Figure], name: str) -> int | None:
-    """The bytes of a part; None if it was not printed, or as less than nothing."""
-    figure = parts.get(name)
-    return None if figure is None or figure.value < 0 else int(figure.value)

@@ -60,7 +60,6 @@ _EXPECTATION = re.compile(r"\s*(==|!=|<=|>=|<|>)?\s*(.+?)\s*\Z")
 _OWN_KEYS = frozenset(
     {"name", "expect", "model", "trace", "vllm_command", "from", "ignore_flags", "allow_uncalibrated"}
 )
-_LATER_KEYS = frozenset({"calibration"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +90,12 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class CheckResult:
-    """A check with the verdicts on all it expects."""
+    """A check with the verdicts on all it expects, and what its figures are said with."""
 
     name: str
     line: int
     verdicts: tuple[Verdict, ...]
+    warnings: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -131,6 +131,7 @@ class CheckReport:
                     "name": check.name,
                     "line": check.line,
                     "passed": check.passed,
+                    "warnings": list(check.warnings),
                     "verdicts": [
                         {
                             "figure": v.figure,
@@ -236,26 +237,27 @@ class PlannedCheck:
 
         An engine that would not start, or a run that got stuck, fails every expectation but ``fits: false``.
         """
+        warnings: tuple[str, ...] = ()
         try:
             with _at(self.place):
-                document = self._document()
+                document, warnings = self._document()
         except DoesNotFit as answer:
             verdicts = tuple(self._judge_refusal(e, answer.what) for e in self.expectations)
         else:
             verdicts = tuple(self._judge(e, document) for e in self.expectations)
-        return CheckResult(self.name, self.place.line, verdicts)
+        return CheckResult(self.name, self.place.line, verdicts, warnings)
 
-    def _document(self) -> Mapping[str, object]:
+    def _document(self) -> tuple[Mapping[str, object], tuple[str, ...]]:
+        """The figures, and the warnings that came with them."""
         if isinstance(self.options, SimulateOptions):
             result = Simulation(self.subject, self.options, self.origins).run()
             if result.simulation["status"] == "interrupted":
                 raise KeyboardInterrupt  # figures of a part are no ground for a verdict
             if result.simulation["status"] == "stuck":
                 raise DoesNotFit(f"the run got stuck: {result.simulation['reason']}")
-            return result.to_dict()
-        return size_with(
-            self.subject, self.options, self.origins, seq_sets_length=self.command is None
-        ).to_dict()
+            return result.to_dict(), result.warnings
+        sized = size_with(self.subject, self.options, self.origins, seq_sets_length=self.command is None)
+        return sized.to_dict(), sized.warnings
 
     def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
         value = _find(document, expectation)
@@ -299,10 +301,6 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
     kind: type[SizeOptions | SimulateOptions] = SimulateOptions if simulates else SizeOptions
     known = _option_names(kind) | _OWN_KEYS
     for key, node in given.items():
-        if key in _LATER_KEYS:
-            raise InputError(
-                f"not yet supported: {key}", where=f'{node.place}, check "{name}"', hint="leave it out"
-            )
         if key not in known:
             raise _unknown_key(key, known, node)
     options = kind(engine=engine)
@@ -325,6 +323,8 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
     if isinstance(options, SizeOptions) and "trace" in given:
         options.trace = _beside(path, str(given["trace"].value()))
         origins["trace"] = "check file"
+    if options.calibration is not None:
+        options.calibration = _beside(path, options.calibration)
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
         origins["margin"] = "default of a check"
@@ -334,7 +334,12 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         )
     uncalibrated = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
     expectations = tuple(
-        _expectation(figure, node, allow_time=uncalibrated is not None and uncalibrated.value() is True)
+        _expectation(
+            figure,
+            node,
+            allow_time=uncalibrated is not None and uncalibrated.value() is True,
+            has_calibration=options.calibration is not None,
+        )
         for figure, node in given["expect"].mapping("expect").items()
     )
     if not expectations:
@@ -456,13 +461,14 @@ def _unknown_key(key: str, known: frozenset[str] | tuple[str, ...], node: Node) 
 # Expectations
 
 
-def _expectation(figure: str, node: Node, *, allow_time: bool) -> _Expectation:
+def _expectation(figure: str, node: Node, *, allow_time: bool, has_calibration: bool) -> _Expectation:
     path = SHORT_NAMES.get(figure, figure)
     if path.startswith(_TIME_FIGURES) and not allow_time:
         raise InputError(
             f"{figure} depends on step times, which are not calibrated",
             where=str(node.key_place),
-            hint="add allow_uncalibrated: true to the check to use it all the same",
+            hint="add allow_uncalibrated: true to the check to use it all the same"
+            + (" (its calibration holds memory, no step times)" if has_calibration else ""),
         )
     value = node.value()
     if not isinstance(value, bool | int | float | str):

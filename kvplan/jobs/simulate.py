@@ -391,6 +391,7 @@ _MACHINE_OPTIONS = (
     "max_lora_rank",
     "gpu_memory_utilization",
     "enforce_eager",
+    "calibration",
     "set",
     "models",
 )
@@ -511,7 +512,9 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
     if options.kv_cache_memory_bytes is not None:
         return "kv_cache_memory_bytes"
     assert machine is not None, "otherwise the number of blocks was given"
-    return "sized from model and GPU (estimated)"
+    capacity = machine.served.capacity
+    assert capacity is not None, "there is a GPU or its memory"
+    return f"sized from model and GPU ({capacity.overhead_source})"
 
 
 def _scheduler_config(

@@ -95,3 +95,22 @@ def test_names_in_a_log_drive_no_terminal(cli: Cli, tmp_path: Path) -> None:
     assert outcome.code == 0
     assert "\x1b" not in outcome.out + outcome.err
     assert "\x07" not in outcome.out + outcome.err
+
+
+def test_a_kept_start_is_sized_again(cli: Cli) -> None:
+    assert cli(f"audit {LOGS / 'vllm-0.19.0.log'} --save-calibration c.yaml").code == 0
+    settings = "--gpu-memory 85029649940 --engine vllm@0.19 --gpu-memory-utilization 0.85 --max-num-seqs 256"
+    document = cli(f"size llama-3.1-8b {settings} --max-model-len 32768 --calibration c.yaml --json").document
+    capacity = document["capacity"]
+    assert abs(capacity["available_kv_bytes"] - 50.92 * 2**30) <= 0.005 * 2**30
+    assert (capacity["num_gpu_blocks"], capacity["kv_cache_tokens"]) == (26_071, 417_136)
+    assert (capacity["overhead_source"], capacity["fits_confidence"]) == ("measured", "likely")
+    assert document["config"]["overhead"]["source"].endswith("vllm-0.19.0.log:10")
+    table = cli(f"size llama-3.1-8b {settings} --max-model-len 32768 --calibration c.yaml").out
+    assert "overhead, measured" in table
+    assert cli(f"size llama-3.1-8b {settings} --calibration none.yaml").code == 2
+    run = cli(f"simulate chat --limit 5 {settings} --step-time 0.1 --calibration c.yaml --json").document
+    assert run["config"]["num_gpu_blocks"] == {
+        "value": 26_071,
+        "source": "sized from model and GPU (measured)",
+    }

@@ -17,6 +17,8 @@ HEAD = "version: 1\nengine: vllm@0.33\n"
 
 Check = Callable[..., Outcome]
 
+LOGS = Path(__file__).resolve().parents[1] / "logs"
+
 
 @pytest.fixture
 def check(cli: Cli, tmp_path: Path) -> Check:
@@ -548,3 +550,48 @@ def test_results_from_python_are_those_of_the_command(check: Check, tmp_path: Pa
     assert not report.all_passed
     expected = {"schema_version": 1, "kvplan_version": kvplan.__version__, **report.to_dict()}
     assert document == json.loads(json.dumps(expected))
+
+
+def test_a_calibration_decides_the_memory_of_a_check(cli: Cli, tmp_path: Path) -> None:
+    """What the engine measured is found beside the check file, and used with no end of a range."""
+    assert cli(f"audit {LOGS / 'vllm-0.19.0.log'} --save-calibration kept.yaml").code == 0
+    settings = (
+        "gpu_memory: 85029649940, gpu_memory_utilization: 0.85, max_num_seqs: 256, max_model_len: 32768"
+    )
+    check = "{name: a, model: llama-3.1-8b, calibration: kept.yaml, expect: {num_blocks: 1}}"
+    (tmp_path / "c.yaml").write_text(
+        f"version: 1\nengine: vllm@0.19\ndefaults: {{{settings}}}\nchecks:\n  - "
+        + check.replace("num_blocks: 1", "capacity.overhead_source: measured, kv_cache_tokens: '>= 416000'")
+        + "\n"
+    )
+    outcome = cli("check c.yaml --json")
+    assert outcome.code == 0
+    assert outcome.document["checks"][0]["warnings"] == []
+    assert outcome.err == ""
+
+
+def test_a_calibration_that_does_not_hold_is_warned_of(cli: Cli, tmp_path: Path) -> None:
+    assert cli(f"audit {LOGS / 'vllm-0.19.0.log'} --save-calibration kept.yaml").code == 0
+    (tmp_path / "c.yaml").write_text(
+        "version: 1\nengine: vllm@0.33\ndefaults: {calibration: kept.yaml, gpu: h100-80gb}\nchecks:\n"
+        "  - {name: a, model: llama-3.1-8b, expect: {capacity.overhead_source: estimated}}\n"
+    )
+    outcome = cli("check c.yaml --json")
+    assert outcome.code == 0
+    (warning,) = outcome.document["checks"][0]["warnings"]
+    assert "not used: version 0.19 there, 0.33 here" in warning
+    assert 'kvplan: warning: check "a": calibration of ' in outcome.err
+
+
+def test_a_calibration_of_memory_is_none_of_step_times(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(
+        "version: 1\nengine: vllm@0.33\nchecks:\n"
+        "  - {name: a, trace: chat, limit: 5, calibration: kept.yaml, expect: {ttft_p95_s: '<= 1'}}\n"
+    )
+    outcome = cli("check c.yaml")
+    assert outcome.code == 2
+    assert outcome.err.endswith(
+        "add allow_uncalibrated: true to the check to use it all the same (its calibration holds memory, no step "
+        "times)\n"
+    )
+    assert cli("check c.yaml --json").document["error"]["where"] == "c.yaml:4:71"

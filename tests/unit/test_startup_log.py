@@ -142,7 +142,7 @@ def test_a_refusal_of_vllm_under_ray() -> None:
         (["Setting attention block size to 784 tokens to ensure that attention page size is >= mamba page size.",
           "Padding mamba page size by 0.13% to ensure that mamba page size and attention page size are exactly equal.",
           "Add 3 padding layers, may waste at most 6.25% KV cache memory"],
-         {"mamba_padding": 0.13, "padding_layers": 3}),
+         {"attention_block_size": 784, "mamba_padding": 0.13, "padding_layers": 3}),
         (["Initial free memory 78.1 GiB, reserved 20.0 GiB memory for KV Cache as specified by kv_cache_memory_bytes "
           "config and skipped memory profiling."], {"gpu_free": gib("78.10"), "kv_memory": 20 * GIB}),
         (["Overriding num_gpu_blocks=100 with num_gpu_blocks_override=50"], {"profiled_gpu_blocks": 100}),
@@ -174,6 +174,7 @@ def test_sglang() -> None:
         "data_parallel_size": 1,
         "dtype": "bfloat16",
         "enforce_eager": False,
+        "gpu_memory_utilization": 0.87,
         "kv_cache_dtype": "auto",
         "max_model_len": 131072,
         "max_num_batched_tokens": 8192,
@@ -181,7 +182,7 @@ def test_sglang() -> None:
         "pipeline_parallel_size": 1,
         "tensor_parallel_size": 4,
     }
-    assert log.own_settings["mem_fraction_static"].value == 0.87
+    assert log.settings["gpu_memory_utilization"].value == 0.87
     assert values(log, "weights") == [(gib("32.87"), "TP0"), (gib("32.87"), "TP1")]
     assert values(log, "kv_k") == [(gib("17.24"), "TP0"), (gib("17.24"), "TP1")]
     # The line of TP0 follows a progress bar, and TP1 prints the two the other way round.
@@ -225,6 +226,7 @@ def test_tensorrt_llm_of_pytorch() -> None:
     assert values(log, "weights") == [(gib("14.99"), "RANK 0")]
     assert settings(log) == {
         "block_size": 32,
+        "gpu_memory_utilization": 0.8999999761581421,
         "max_model_len": 32768,
         "max_num_batched_tokens": 8192,
         "max_num_seqs": 2048,
@@ -252,7 +254,7 @@ def test_tensorrt_llm_of_engines() -> None:
 def test_llama_server() -> None:
     log = read("llama-server")
     assert (log.engine, log.version, log.model) == ("llama.cpp", "6730", "Meta Llama 3.1 8B Instruct")
-    assert settings(log) == {"max_model_len": 8192, "max_num_batched_tokens": 2048, "max_num_seqs": 4}
+    assert settings(log) == {"max_model_len": 8192, "max_num_batched_tokens": 512, "max_num_seqs": 4}
     assert {
         name: log.shape[name].value
         for name in ("n_layer", "n_head_kv", "n_embd_k_gqa", "n_swa", "n_ctx_train")
@@ -408,7 +410,9 @@ def test_a_setting_of_a_wrong_kind_is_passed_over_with_a_note() -> None:
                     "Initializing a V1 LLM engine (v0.11.0) with config: model='m', max_num_seqs='many'\n",
                     "Available KV cache memory: 2.00 GiB\n"], "log")  # fmt: skip
     assert settings(log) == {}
-    assert log.notes == ['line 2: max_num_seqs is "many", which is no value for it: passed over']
+    assert log.notes == [
+        f'line {line}: max_num_seqs is "many", which is no value for it: passed over' for line in (1, 2)
+    ]
 
 
 def test_files_of_other_encodings_and_missing_ones(tmp_path: Path) -> None:
@@ -458,3 +462,49 @@ def test_figures_of_one_start_are_bounded() -> None:
     log = read_log(lines, "log")
     assert len(log.figures) == 20_000
     assert log.notes == ["20,000 figures are read; those after line 20000 are left out"]
+
+
+def test_parts_of_a_log_may_stand_in_another_order() -> None:
+    log = read_log(
+        ["(Worker_TP0 pid=13) INFO 07-06 12:23:48 [gpu_worker.py:508] Available KV cache memory: 5.23 GiB",
+         "(EngineCore pid=12) INFO 07-06 12:23:48 [kv_cache_utils.py:2146] GPU KV cache size: 289,661 tokens",
+         "**Engine config:**",
+         "(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] vLLM API server version 0.26.0",
+         "(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] non-default args: {'model': 'Qwen/Qwen3.6-27B', "
+         "'max_model_len': 262144, 'tensor_parallel_size': 2}"],
+        "log",
+    )  # fmt: skip
+    assert (log.version, log.model) == ("0.26.0", "Qwen/Qwen3.6-27B")
+    assert settings(log) == {"max_model_len": 262_144, "tensor_parallel_size": 2}
+    assert [figure.name for figure in log.figures] == ["kv_memory", "kv_cache_tokens"]
+    assert log.notes == ["the settings from line 4 on are taken for those of the figures above"]
+
+
+def test_arguments_alone_tell_settings() -> None:
+    log = read_log(
+        ["(APIServer pid=1) INFO 07-06 12:22:15 [api_utils.py:273] non-default args: {'model': '~/models/q-fp8', "
+         "'quantization': 'fp8', 'served_model_name': ['q', 'r'], 'kv_cache_dtype': 'int8_per_token_head', "
+         "'speculative_config': {'method': 'mtp', 'num_speculative_tokens': 3}}",
+         "(Worker pid=5) [Stage-1] INFO 02-23 03:40:38 [base.py:81] Available KV cache memory: 37.18 GiB "
+         "(process-scoped)"],
+        "log",
+    )  # fmt: skip
+    assert log.model == "~/models/q-fp8"
+    assert settings(log) == {
+        "kv_cache_dtype": "int8_per_token_head",
+        "num_speculative_tokens": 3,
+        "quantization": "fp8",
+        "speculative_method": "mtp",
+    }
+    assert values(log, "kv_memory") == [(gib("37.18"), "Worker")]
+
+
+def test_a_log_within_a_frame_is_read() -> None:
+    log = read_log(
+        ["│ INFO 03-21 20:15:45 [worker.py:267] model weights take 12.55GiB; non_torch_memory takes 0.16GiB; PyTorch "
+         "activation peak memory takes 2.38GiB; the rest of the memory reserved for KV Cache is 56.18GiB.      │",
+         "│ INFO 03-21 20:15:46 [executor_base.py:111] # cuda blocks: 7191, # CPU blocks: 512               │"],
+        "log",
+    )  # fmt: skip
+    assert values(log, "num_gpu_blocks") == [(7191, None)]
+    assert values(log, "kv_memory") == [(gib("56.18"), None)]
