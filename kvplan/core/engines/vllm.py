@@ -243,12 +243,12 @@ class Vllm:
             tokens = victim.computed + took_turn
             self._hold_decoded(victim, holding, tokens)
             assert holding.blocks == self._blocks_for(victim.computed) + took_block
-            victim.high_water = max(victim.high_water, victim.computed)
             self._growing.pop(_output_stream(victim), None)
             turn.stopped_decoding.append(victim)
         else:
             del self.prefilling[victim]
         self.pool.release(holding)
+        victim.high_water = max(victim.high_water, victim.computed)
         victim.computed = 0
         victim.num_preemptions += 1
         turn.preempted.append(victim)
@@ -365,8 +365,6 @@ class Vllm:
                 work.chunks.append((before, tokens))
             if before < member.high_water:
                 turn.recomputed_tokens += min(after, member.high_water) - before
-            if after > member.high_water:
-                member.high_water = after
         turn.scheduled = list(scheduled.items())
         cohort.advance(1, cohort.crossings)
         turn.empty_slots = cohort.empty
