@@ -117,6 +117,8 @@ class Vllm:
         taken = sum(takes)
         empty = cohort.empty + self.config.block_size * takes[0] - cohort.size
         waste_begun = cohort.advance(steps, taken)
+        if waste_begun:
+            waste += sum(slots for offset, slots in waste_begun if not offset)
         run: DecodeRun[Member] = DecodeRun(
             steps=steps,
             decoders=cohort.size,
@@ -128,7 +130,7 @@ class Vllm:
             waiting=len(self.waiting),
             shared_blocks=pool.shared,
             empty_slots=empty,
-            reserved_slots=empty - waste - sum(slots for offset, slots in waste_begun if not offset),
+            reserved_slots=empty - waste,
             waste_begun=waste_begun,
             finished=cohort.finished(),
             free_blocks_end=0,
@@ -370,9 +372,9 @@ class Vllm:
         turn.empty_slots = cohort.empty
         turn.reserved_slots = cohort.empty - cohort.waste
         for member in self.prefilling:
-            empty = -member.computed % block_size
+            empty, lacking = -member.computed % block_size, member.final_tokens - member.computed
             turn.empty_slots += empty
-            turn.reserved_slots += min(empty, member.final_tokens - member.computed)
+            turn.reserved_slots += empty if empty < lacking else lacking
         turn.free_blocks = self.pool.free
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
