@@ -512,7 +512,8 @@ def _read_kvplan(lines: _Lines) -> Iterator[Request | _BadLine]:
 
 def _kvplan_row(text: str, number: int) -> Request:
     row = _parse_json(text)
-    for key in row.keys() - _KVPLAN_KEYS:
+    if not row.keys() <= _KVPLAN_KEYS:
+        key = min(row.keys() - _KVPLAN_KEYS)
         near = difflib.get_close_matches(key, _KVPLAN_KEYS, n=1)
         known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_KVPLAN_KEYS))}"
         raise _BadLine(f"unknown key {_quoted(key)}", known)
@@ -754,7 +755,7 @@ def _request_id(value: object) -> str:
 def _is_name(value: object) -> bool:
     """Whether a value can name a request or a stream: a whole number, or text that UTF-8 can hold."""
     if isinstance(value, str):
-        return not any("\ud800" <= character <= "\udfff" for character in value)
+        return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -16,6 +16,9 @@ from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
+#: So many steps are noted before they are summed up.
+_SUMMED_AT_ONCE = 4096
+
 
 @dataclass(slots=True)
 class RequestRecord:
@@ -164,44 +167,105 @@ class Goodput:
     slo: Slo
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Integrals over ticks of queue lengths and slots, and maxima."""
+class _OverTime:
+    """What held for how many ticks within the window, which opens at tick ``opening``.
 
-    running: int = 0
-    waiting: int = 0
-    empty: int = 0
-    reserved: int = 0
-    running_max: int = 0
-    waiting_max: int = 0
-    shared_max: int = 0
+    What came after the last finish is kept apart: only the next finish tells that it lies in the window. All is
+    noted in lists and summed up when they are long, by column. The sums are right after `sum_up`.
+    """
 
-    def hold(self, ticks: int, state: Turn[Any] | DecodeRun[Any], empty: int, reserved: int) -> None:
-        """Take in a state of so many ticks, with its integrals of slots."""
-        running, waiting, shared = state.running, state.waiting, state.shared_blocks
-        self.running += running * ticks
-        self.waiting += waiting * ticks
-        self.empty += empty
-        self.reserved += reserved
-        if running > self.running_max:
-            self.running_max = running
-        if waiting > self.waiting_max:
-            self.waiting_max = waiting
-        if shared > self.shared_max:
-            self.shared_max = shared
+    def __init__(self) -> None:
+        self.opening = 0
+        #: Ticks at each number of used blocks; integrals over ticks; maxima.
+        self.ticks_at: defaultdict[int, int] = defaultdict(int)
+        self.running = self.waiting = self.tokens = self.waste = 0
+        self.running_max = self.waiting_max = self.shared_max = 0
+        self._used: list[int] = []
+        self._ticks: list[int] = []
+        #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
+        self._states: list[tuple[int, int, int, int, int, int]] = []
+        self._waited = 0
+        # So many of the lists came up to the last finish.
+        self._sure_levels = self._sure_states = 0
 
-    def add(self, other: _Sums) -> None:
-        """Take in what came after."""
-        self.running += other.running
-        self.waiting += other.waiting
-        self.empty += other.empty
-        self.reserved += other.reserved
-        if other.running_max > self.running_max:
-            self.running_max = other.running_max
-        if other.waiting_max > self.waiting_max:
-            self.waiting_max = other.waiting_max
-        if other.shared_max > self.shared_max:
-            self.shared_max = other.shared_max
+    def note_wait(self, start: int, end: int, last_finish: int | None) -> None:
+        """Add a request that waited from its arrival until a step was scheduled."""
+        start = max(start, self.opening)
+        if last_finish is not None and start < last_finish:
+            middle = max(start, min(last_finish, end))
+            self.waiting += middle - start
+            start = middle
+        if start < end:
+            self._waited += end - start
+
+    def note_idle(self, start: int, end: int) -> None:
+        """Add a gap in which nothing is live."""
+        ticks = end - max(start, self.opening)
+        if ticks > 0:
+            self._used.append(0)
+            self._ticks.append(ticks)
+
+    def note(
+        self, state: Turn[Any] | DecodeRun[Any], start: int, end: int, used: int, tokens: int, waste: int
+    ) -> None:
+        """Add a step: blocks used, and of their slots those with KV and those that never will have."""
+        ticks = end - (start if start > self.opening else self.opening)
+        if ticks > 0:
+            self._used.append(used)
+            self._ticks.append(ticks)
+            queues = (state.running, state.waiting, state.shared_blocks)
+            self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
+
+    def note_run(
+        self, run: DecodeRun[Any], start: int, ticks: Seq[int], used: list[int], tokens: int, waste: int
+    ) -> None:
+        """Add steps so many ``ticks`` long, as `note` for the first; each adds a token for each decoder."""
+        if start < self.opening:  # once a run of all
+            begun = dict(run.waste_begun)
+            for step, (level, length) in enumerate(zip(used, ticks, strict=True)):
+                waste += begun.get(step, 0) if step else 0
+                self.note(run, start, start + length, level, tokens + step * run.decoders, waste)
+                start += length
+            return
+        self._used += used
+        self._ticks += ticks
+        total = sum(ticks)
+        token_ticks = tokens * total + run.decoders * sum(map(mul, range(run.steps), ticks))
+        waste_ticks = waste * total
+        for offset, slots in run.waste_begun:
+            if offset:
+                waste_ticks += slots * sum(ticks[offset:])
+        self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
+
+    def note_finish(self) -> None:
+        """All so far lies in the window."""
+        self.waiting += self._waited
+        self._waited = 0
+        self._sure_levels = len(self._used)
+        self._sure_states = len(self._states)
+        if self._sure_levels > _SUMMED_AT_ONCE:
+            self.sum_up()
+
+    def sum_up(self) -> None:
+        """Sum up what lies in the window for sure."""
+        ticks_at, levels = self.ticks_at, self._sure_levels
+        for used, ticks in zip(self._used[:levels], self._ticks[:levels], strict=True):
+            ticks_at[used] += ticks
+        del self._used[:levels], self._ticks[:levels]
+        self._sure_levels = 0
+        if self._sure_states:
+            lengths, running, waiting, shared, tokens, waste = zip(
+                *self._states[: self._sure_states], strict=True
+            )
+            self.running += sum(map(mul, running, lengths))
+            self.waiting += sum(map(mul, waiting, lengths))
+            self.tokens += sum(tokens)
+            self.waste += sum(waste)
+            self.running_max = max(self.running_max, *running)
+            self.waiting_max = max(self.waiting_max, *waiting)
+            self.shared_max = max(self.shared_max, *shared)
+            del self._states[: self._sure_states]
+            self._sure_states = 0
 
 
 @dataclass(slots=True)
@@ -255,7 +319,6 @@ class Metrics:
         self.slo = slo or Slo()
         self.records: dict[str, RequestRecord] = {}
         self.window_start: int | None = None
-        self._opening = 0  # the same once a request has arrived
         self.window_end: int | None = None
         self.steps = 0
         self.scheduled_tokens = 0
@@ -270,20 +333,14 @@ class Metrics:
         self._ttft, self._queue, self._e2e, self._tpot = Values("q"), Values("q"), Values("q"), Values("d")
         # Measured sequences that decode without being visited.
         self._decoding = 0
-        # Since the last finish: used blocks and ticks of each step, and sums.
-        self._held_used: list[int] = []
-        self._held_ticks: list[int] = []
-        self._held = _Sums()
-        # Of the window so far.
-        self._ticks_at: defaultdict[int, int] = defaultdict(int)
-        self._sums = _Sums()
+        self._over_time = _OverTime()
 
     # Folding
 
     def arrive(self, request: Request, now: int, *, rejected_for: str | None) -> None:
         """Note an arrival; it has waited from its arrival until ``now``, when the next step is scheduled."""
         if self.window_start is None:
-            self.window_start = self._opening = request.arrival + self.warmup
+            self.window_start = self._over_time.opening = request.arrival + self.warmup
         totals = self._totals
         record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
         totals.arrived += 1
@@ -294,14 +351,8 @@ class Metrics:
                 totals.asked_since += 1
         if rejected_for is None:
             self.records[request.id] = record
-            since = max(request.arrival, self.window_start)
-            if self.window_end is not None and since < self.window_end:
-                # What lies before the last finish so far is in the window for sure.
-                middle = min(self.window_end, now)
-                self._sums.waiting += max(0, middle - since)
-                since = max(since, middle)
-            if since < now:
-                self._held.waiting += now - since
+            if request.arrival < now:
+                self._over_time.note_wait(request.arrival, now, self.window_end)
         else:
             totals.reject_reasons[rejected_for] = totals.reject_reasons.get(rejected_for, 0) + 1
             self._tell(record)
@@ -310,10 +361,7 @@ class Metrics:
         """Note a gap in which nothing is live."""
         if self.window_start is None:
             return  # before the first arrival
-        ticks = end - max(start, self._opening)
-        if ticks > 0:
-            self._held_used.append(0)
-            self._held_ticks.append(ticks)
+        self._over_time.note_idle(start, end)
 
     def fold(self, turn: Turn[Any], start: int, end: int) -> None:
         """Note a step scheduled at ``start`` whose output is there at ``end``."""
@@ -321,7 +369,10 @@ class Metrics:
         self.scheduled_tokens += turn.scheduled_tokens
         self.recomputed_tokens += turn.recomputed_tokens
         self.evicted_blocks += turn.evicted
-        self._hold_step(turn, start, end)
+        used, tokens, waste = self._slots(turn)
+        if used > self.peak_blocks:
+            self.peak_blocks = used
+        self._over_time.note(turn, start, end, used, tokens, waste)
         records = self.records
         if turn.preempted:
             self.preemption_events += len(turn.preempted)
@@ -360,7 +411,11 @@ class Metrics:
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
         ticks = range(first, first + steps * growth, growth) if growth else [first] * steps
-        self._hold_run(run, start, ticks)
+        first_used, tokens, waste = self._slots(run)
+        used = list(accumulate(run.takes[1:], initial=first_used))
+        if used[-1] > self.peak_blocks:
+            self.peak_blocks = used[-1]
+        self._over_time.note_run(run, start, ticks, used, tokens, waste)
         if self._decoding:
             self._gaps.add_all(ticks, self._decoding)
         if run.finished:
@@ -410,33 +465,10 @@ class Metrics:
         if self._on_request is not None:
             self._on_request(record)
 
-    def _hold_step(self, turn: Turn[Any], start: int, end: int) -> None:
-        """Hold the state after a step's scheduling."""
+    def _slots(self, turn: Turn[Any] | DecodeRun[Any]) -> tuple[int, int, int]:
+        """Used blocks, and of their slots those with KV and those that nobody will ever fill."""
         used = self.usable_blocks - turn.free_blocks
-        self.peak_blocks = max(self.peak_blocks, used)
-        ticks = end - max(start, self._opening)
-        if ticks > 0:
-            self._held_used.append(used)
-            self._held_ticks.append(ticks)
-            self._held.hold(ticks, turn, turn.empty_slots * ticks, turn.reserved_slots * ticks)
-
-    def _hold_run(self, run: DecodeRun[Any], start: int, ticks: Seq[int]) -> None:
-        """Hold the state after each step's scheduling: steps so many ``ticks`` long."""
-        used = list(accumulate(run.takes[1:], initial=self.usable_blocks - run.free_blocks))
-        self.peak_blocks = max(self.peak_blocks, used[-1])
-        if start < self._opening:
-            ticks = _later_part(ticks, self._opening - start)
-        total = sum(ticks)
-        if not total:
-            return
-        self._held_used += used
-        self._held_ticks += ticks
-        # Each block that is taken adds its slots to the empty ones, and each token fills one.
-        grown = self.block_size * (sum(map(mul, used, ticks)) - used[0] * total)
-        grown -= run.decoders * sum(map(mul, range(run.steps), ticks))
-        wasted = sum(slots * sum(ticks[offset:]) for offset, slots in run.waste_begun if offset)
-        empty, reserved = run.empty_slots * total + grown, run.reserved_slots * total + grown - wasted
-        self._held.hold(total, run, empty, reserved)
+        return used, used * self.block_size - turn.empty_slots, turn.empty_slots - turn.reserved_slots
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:
@@ -458,17 +490,7 @@ class Metrics:
         self.window_end = end
         self._totals.asked += self._totals.asked_since
         self._totals.asked_since = 0
-        self._release_held()
-
-    def _release_held(self) -> None:
-        """Count what was held back: it turned out to lie in the window."""
-        ticks_at = self._ticks_at
-        for used, ticks in zip(self._held_used, self._held_ticks, strict=True):
-            ticks_at[used] += ticks
-        self._held_used.clear()
-        self._held_ticks.clear()
-        self._sums.add(self._held)
-        self._held = _Sums()
+        self._over_time.note_finish()
 
     # Figures
 
@@ -496,18 +518,20 @@ class Metrics:
 
     def kv_figures(self) -> KvFigures:
         """The pool over time."""
-        window = self.window_ticks
-        levels = sorted(used for used, ticks in self._ticks_at.items() if ticks)
-        block_ticks = sum(used * self._ticks_at[used] for used in levels)
+        window, over_time = self.window_ticks, self._over_time
+        over_time.sum_up()
+        ticks_at = over_time.ticks_at
+        levels = sorted(ticks_at)
+        block_ticks = sum(used * ticks_at[used] for used in levels)
         slot_ticks = block_ticks * self.block_size
-        empty, reserved = self._sums.empty, self._sums.reserved
+        tokens, waste = over_time.tokens, over_time.waste
 
         def share(part: int) -> float | None:
             return part / slot_ticks if slot_ticks else None
 
         def level(percent: int) -> float | None:
             """The smallest utilization such that the time at or below it reaches the percentage of W."""
-            sums = accumulate(self._ticks_at[used] for used in levels)
+            sums = accumulate(ticks_at[used] for used in levels)
             reached = (u for u, ticks in zip(levels, sums, strict=True) if 100 * ticks >= percent * window)
             return next(reached) / self.usable_blocks if window else None
 
@@ -521,27 +545,29 @@ class Metrics:
                 p95=level(95),
                 max=peak / self.usable_blocks if window else None,
             ),
-            token_share=share(slot_ticks - empty),
-            internal_fragmentation=share(empty - reserved),
-            reserved_share=share(reserved),
+            token_share=share(tokens),
+            internal_fragmentation=share(waste),
+            reserved_share=share(slot_ticks - tokens - waste),
             external_fragmentation=share(0),  # a pool of equal blocks has no holes too small
             peak_blocks=peak if window else self.peak_blocks,
         )
 
     def batch_figures(self) -> BatchFigures:
         """Queue lengths over time."""
-        window = self.window_ticks
+        window, over_time = self.window_ticks, self._over_time
+        over_time.sum_up()
         return BatchFigures(
-            running_mean=self._sums.running / window if window else None,
-            running_max=self._sums.running_max if window else None,
-            waiting_mean=self._sums.waiting / window if window else None,
-            waiting_max=self._sums.waiting_max if window else None,
+            running_mean=over_time.running / window if window else None,
+            running_max=over_time.running_max if window else None,
+            waiting_mean=over_time.waiting / window if window else None,
+            waiting_max=over_time.waiting_max if window else None,
         )
 
     def prefix_cache_figures(self) -> PrefixCacheFigures:
         """Hits at first admissions of measured requests."""
         totals = self._totals
         queried = totals.queried_tokens if self.prefix_caching else 0
+        self._over_time.sum_up()
         return PrefixCacheFigures(
             enabled=self.prefix_caching,
             queried_tokens=queried,
@@ -549,7 +575,7 @@ class Metrics:
             hit_rate=totals.hit_tokens / queried if queried else None,
             resumed_hit_tokens=totals.resumed_hit_tokens,
             evicted_blocks=self.evicted_blocks,
-            peak_shared_blocks=self._sums.shared_max,
+            peak_shared_blocks=self._over_time.shared_max,
             copied_blocks=0,  # vLLM never copies a block: only full ones are shared
         )
 
@@ -637,16 +663,6 @@ class Metrics:
         return Distribution(
             count, self._seconds(values.total / count), p50, p90, p95, p99, self._seconds(values.largest)
         )
-
-
-def _later_part(ticks: Iterable[int], left: int) -> list[int]:
-    """Lengths of steps without their first ``left`` ticks; a step that ends before is 0 long."""
-    later = []
-    for one in ticks:
-        cut = min(left, one)
-        later.append(one - cut)
-        left -= cut
-    return later
 
 
 def ttft_ticks(record: RequestRecord) -> int | None:

@@ -141,7 +141,7 @@ class Values:
             return self._buckets.summary()
         if not self._values:
             return Summary([], 0, 0, exact=True)
-        ordered = sorted(self._values)
+        ordered = array(self._values.typecode, sorted(self._values))
         parts: list[Part] = [(ordered, range(1, len(ordered) + 1))]
         return Summary(parts, sum(ordered), ordered[-1], exact=True)
 

@@ -101,7 +101,7 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
     the index with its copies too. ``skip`` lets it take many steps in a turn.
     """
     config, requests = draw(Random(seed))
-    plain, fast = VllmPlain(config), Vllm(config)
+    plain, fast, hashes = VllmPlain(config), Vllm(config), Hashes(config.block_size)
     queue = list(reversed(requests))
     now = steps = preemptions = 0
     while steps < LONGEST_RUN:
@@ -122,7 +122,7 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
         step = compare_turn(plain, turn)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
-        compare_pools(plain, fast, publish_at_once=publish_at_once)
+        compare_pools(plain, fast, hashes, publish_at_once=publish_at_once)
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
         steps += taken
         now += taken
@@ -189,18 +189,17 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
     return step
 
 
-def compare_pools(plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> None:
+def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_once: bool) -> None:
     """The free queue in order by content, and the index with its copies."""
     assert plain.pool.num_free == fast.pool.free
     if not plain.config.enable_prefix_caching:
         return
-    block_size = plain.config.block_size
     if publish_at_once:
         publish_decoded(fast)
     queue = [plain.pool.hashes[block] for block in plain.pool.free_queue()]
     assert sum(content is None for content in queue) == fast.pool.blank
     ours = [
-        hash_at(extent.node, position, block_size)
+        hashes.at(extent.node, position)
         for extent in fast.pool.idle_extents()
         for position in reversed(range(extent.low, extent.high))
     ]
@@ -210,7 +209,7 @@ def compare_pools(plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> Non
         for node in fast.pool.index.values():
             for part in node.parts:
                 for position in range(part.low, part.high):
-                    copies.setdefault(hash_at(node, position, block_size), []).append(part.users)
+                    copies.setdefault(hashes.at(node, position), []).append(part.users)
         index = {h: [plain.pool.references[b] for b in blocks] for h, blocks in plain.pool.index.items()}
         assert copies == index
         assert plain.pool.shared == fast.pool.shared
@@ -225,9 +224,20 @@ def publish_decoded(fast: Vllm) -> None:
             fast.pool.publish(holding, filled, lambda _run: None)
 
 
-def hash_at(node: Node | None, position: int, block_size: int) -> bytes:
-    assert node is not None
-    return list(block_hashes(prefix(node, position + 1, block_size), block_size))[-1]
+class Hashes:
+    """The hashes of blocks by node and position, each prefix hashed once."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self._of_node: dict[Node, list[bytes]] = {}
+
+    def at(self, node: Node | None, position: int) -> bytes:
+        assert node is not None
+        known = self._of_node.get(node, [])
+        if position >= len(known):
+            content = prefix(node, position + 8, self.block_size)
+            known = self._of_node[node] = list(block_hashes(content, self.block_size))
+        return known[position]
 
 
 def prefix(node: Node, end: int, block_size: int) -> list[Segment]:

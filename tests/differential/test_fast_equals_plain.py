@@ -14,22 +14,16 @@ from kvplan.core.metrics import RequestRecord
 from kvplan.jobs.simulate import Simulation
 from kvplan.options import SimulateOptions
 
-SCENARIOS = int(os.environ.get("KVPLAN_SCENARIOS", "200"))
-BATCH = 50
+SCENARIOS = int(os.environ.get("KVPLAN_SCENARIOS", "2000"))
+BATCH = 100
 
 
+@pytest.mark.parametrize("skip", [False, True])
 @pytest.mark.parametrize("first", range(0, SCENARIOS, BATCH))
-def test_random_scenarios_agree_step_by_step(first: int) -> None:
+def test_random_scenarios_agree(first: int, skip: bool) -> None:
     for seed in range(first, min(first + BATCH, SCENARIOS)):
-        compare(seed, publish_at_once=False, skip=False)
-        compare(seed, publish_at_once=True, skip=False)
-
-
-@pytest.mark.parametrize("first", range(0, SCENARIOS, BATCH))
-def test_random_scenarios_agree_when_steps_are_skipped(first: int) -> None:
-    for seed in range(first, min(first + BATCH, SCENARIOS)):
-        compare(seed, publish_at_once=False, skip=True)
-        compare(seed, publish_at_once=True, skip=True)
+        compare(seed, publish_at_once=False, skip=skip)
+        compare(seed, publish_at_once=True, skip=skip)
 
 
 def test_the_scenarios_reach_preemption() -> None:

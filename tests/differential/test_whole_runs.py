@@ -21,7 +21,7 @@ from kvplan.core.metrics import Metrics, RequestRecord, Slo
 from kvplan.core.request import Request
 from kvplan.core.simulate import run
 
-RUNS = 3 * int(os.environ.get("KVPLAN_SCENARIOS", "200"))
+RUNS = int(os.environ.get("KVPLAN_SCENARIOS", "2000"))
 BATCH = 100
 
 

@@ -117,6 +117,8 @@ class Vllm:
         taken = sum(takes)
         empty = cohort.empty + self.config.block_size * takes[0] - cohort.size
         waste_begun = cohort.advance(steps, taken)
+        if waste_begun:
+            waste += sum(slots for offset, slots in waste_begun if not offset)
         run: DecodeRun[Member] = DecodeRun(
             steps=steps,
             decoders=cohort.size,
@@ -129,7 +131,7 @@ class Vllm:
             waiting=len(self.waiting),
             shared_blocks=pool.shared,
             empty_slots=empty,
-            reserved_slots=empty - waste - sum(slots for offset, slots in waste_begun if not offset),
+            reserved_slots=empty - waste,
             waste_begun=waste_begun,
             finished=cohort.finished(),
             free_blocks_end=0,
@@ -261,12 +263,12 @@ class Vllm:
             tokens = victim.computed + took_turn
             self._hold_decoded(victim, holding, tokens)
             assert holding.blocks == self._blocks_for(victim.computed) + took_block
-            victim.high_water = max(victim.high_water, victim.computed)
             self._growing.pop(_output_stream(victim), None)
             turn.stopped_decoding.append(victim)
         else:
             del self.prefilling[victim]
         self.pool.release(holding)
+        victim.high_water = max(victim.high_water, victim.computed)
         victim.computed = 0
         victim.num_preemptions += 1
         turn.preempted.append(victim)
@@ -383,16 +385,14 @@ class Vllm:
                 work.chunks.append((before, tokens))
             if before < member.high_water:
                 turn.recomputed_tokens += min(after, member.high_water) - before
-            if after > member.high_water:
-                member.high_water = after
         turn.scheduled = list(scheduled.items())
         cohort.advance(1, cohort.crossings)
         turn.empty_slots = cohort.empty
         turn.reserved_slots = cohort.empty - cohort.waste
         for member in self.prefilling:
-            empty = -member.computed % block_size
+            empty, lacking = -member.computed % block_size, member.final_tokens - member.computed
             turn.empty_slots += empty
-            turn.reserved_slots += min(empty, member.final_tokens - member.computed)
+            turn.reserved_slots += empty if empty < lacking else lacking
         turn.free_blocks, turn.cached_blocks = self.pool.free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
