@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TextIO
+from typing import Any, TextIO
 
 from kvplan.core.engine import DecodeRun
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
+from kvplan.plots import Point, draw_timeline, require_matplotlib
 
 
 def check_output_paths(paths: Mapping[str, str | None], *, sources: Sequence[str] = ()) -> None:
@@ -192,28 +193,12 @@ class EventWriter:
 _MOST_POINTS = 4_096
 
 
-class Point(NamedTuple):
-    """The pool and the queues after a step's scheduling; ``start`` is its tick."""
-
-    step: int
-    start: int
-    used_blocks: int
-    cached_blocks: int
-    running: int
-    waiting: int
-    scheduled_tokens: int
-    preempted: int
-    hit_rate: float | None
-
-
 class Timeline:
     """The KV pool and the queues after each step's scheduling: a row of a CSV file each, or a picture."""
 
     def __init__(self, path: str, usable_blocks: int, scale: Fraction | None) -> None:
         """Takes ``.csv``, ``.png`` and ``.svg``; raises `InputError` for any other ending."""
         if path.endswith((".png", ".svg")):
-            from kvplan.plots import require_matplotlib
-
             require_matplotlib(path)
         elif not path.endswith(".csv"):
             raise InputError(
@@ -239,8 +224,6 @@ class Timeline:
                 yield self
             return
         yield self
-        from kvplan.plots import draw_timeline
-
         with _whole(self._path) as temporary:
             draw_timeline(temporary, [*self._points, *self._pending], self._usable, self._scale)
 

@@ -6,13 +6,24 @@ from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from kvplan.core.request import seconds
 from kvplan.errors import InputError
 
-if TYPE_CHECKING:
-    from kvplan.output import Point
+
+class Point(NamedTuple):
+    """The pool and the queues after a step's scheduling; ``start`` is its tick."""
+
+    step: int
+    start: int
+    used_blocks: int
+    cached_blocks: int
+    running: int
+    waiting: int
+    scheduled_tokens: int
+    preempted: int
+    hit_rate: float | None
 
 
 def require_matplotlib(path: str) -> None:

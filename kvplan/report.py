@@ -312,7 +312,7 @@ class Report:
                 literal(why.victim),
                 f"{case.step:,}",
                 f"{by}{' (decoding)' if why.is_decode else ' (prompt)'}",
-                f"{why.needed_blocks:,} of {why.free_blocks:,} free",
+                f"{why.needed_blocks:,}, {why.free_blocks:,} free",
                 format_count(why.lost_tokens),
                 format_count(case.found_tokens),
                 "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),

@@ -214,7 +214,7 @@ def test_every_option_that_the_documents_name_exists() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["kvplan.units", "kvplan.core.metrics", "kvplan.jobs.size", "kvplan.jobs.simulate"]
+    "module", ["kvplan.units", "kvplan.core.tally", "kvplan.jobs.size", "kvplan.jobs.simulate"]
 )
 def test_the_examples_of_docstrings_run(module: str) -> None:
     failed, tried = doctest.testmod(importlib.import_module(module))

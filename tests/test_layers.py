@@ -248,6 +248,7 @@ OUTER = {
     "kvplan.report": [
         "kvplan.jobs.audit",
         "kvplan.jobs.check",
+        "kvplan.jobs.min_blocks",
         "kvplan.jobs.simulate",
         "kvplan.jobs.size",
         "kvplan.options",

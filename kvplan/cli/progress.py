@@ -59,7 +59,7 @@ class Progress:
             completed=self._done,
             clock=clock or f"step {record.step:,}",
             rate=self._done / seconds,
-            used=used / self._usable,
+            used=100 * used / self._usable,
         )
 
     def __enter__(self) -> Progress:
@@ -83,7 +83,7 @@ def _new_bar() -> Bar:
         TextColumn("{task.fields[clock]} simulated"),
         BarColumn(),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[rate]:,.0f} requests/s, KV {task.fields[used]:.0%}, left"),
+        TextColumn("{task.fields[rate]:,.0f} requests/s, KV {task.fields[used]:.0f} %, left"),
         TimeRemainingColumn(),
         console=Console(stderr=True),
         transient=True,

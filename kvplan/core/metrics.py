@@ -614,7 +614,7 @@ class Metrics:
         method = "linear interpolation between order statistics"
         sketched = [name for name, values in sets.items() if not values.exact]
         if sketched:
-            method += f"; {', '.join(sketched)} from buckets, within {SKETCH_ERROR:.2%}"
+            method += f"; {', '.join(sketched)} from buckets, within {100 * SKETCH_ERROR:.2f} %"
         else:
             method += ", exact"
         return LatencyFigures(

@@ -124,6 +124,6 @@ class PreemptionLog:
         )
         share = max(decodes, 1 - decodes)
         return (
-            f"{share:.0%} were caused by {who} while all {usable_blocks:,} usable blocks were held by "
+            f"{100 * share:.1f} % were caused by {who} while all {usable_blocks:,} usable blocks were held by "
             f"{mean_running:,.1f} other sequences on average"
         )

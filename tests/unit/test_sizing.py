@@ -452,7 +452,9 @@ def test_a_gpu_that_is_too_small_for_the_weights_has_no_blocks() -> None:
     found = capacity_of(load_model("llama-2-7b"), deployment(), 8 * GIB, overhead_of(0, 0, 0))
     assert (found.num_gpu_blocks, found.usable_blocks, found.fits) == (0, 0, False)
     assert found.available_kv_bytes < 0
-    assert found.reason == "there is no room for a block of KV beside the null block"
+    assert found.reason == (
+        "weights and overhead need 5,575,139,983 bytes more on a GPU than it gives the engine; nothing is left for KV"
+    )
     assert found.fits_confidence == "likely"
 
 
