@@ -93,7 +93,7 @@ def keep(path: Path, folder: Path) -> Iterator[Kept]:
             "gpu_memory": kept.gpu_memory_bytes,
             "gpu_memory_utilization": float(row["gpu_memory_utilization"]),
             "max_model_len": int(row["max_model_len"]),
-            "quantization": row["quantization"] or None,
+            "quantization": sized.config["quantization"].value if "quantization" in sized.config else None,
         }
         group = tuple(row[name] for name in ("model", "gpu", "engine_version", "tp", "quantization"))
         kv = round(float(row["available_kv_gib"]) * GIB)
