@@ -252,9 +252,11 @@ OUTER = {
         "kvplan.vllm_start",
     ],
     "kvplan.output": ["kvplan.errors", "kvplan.plots"],
-    "kvplan.plots": ["kvplan.errors"],
+    # The type of a point of the timeline, which `kvplan.output` hands over.
+    "kvplan.plots": ["kvplan.errors", "kvplan.output"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
     "kvplan.report": [
+        "kvplan.jobs.min_blocks",
         "kvplan.jobs.audit",
         "kvplan.jobs.check",
         "kvplan.jobs.min_blocks",

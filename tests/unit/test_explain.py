@@ -97,3 +97,37 @@ def test_a_draft_a_pipeline_and_the_null_block_have_their_lines() -> None:
     assert any(line.startswith("stage 1 of 2 has the fewest") for line in lines)
     assert any("one of them the null block" in line for line in lines)
     assert any(line.startswith("per GPU: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (
+            {"lengths": "1000,2000"},
+            ["log-normal: a sequence takes", "resident at once on average", "with 95 % confidence"],
+        ),
+        (
+            {"lengths": "1000,2000", "shared_prefix": 160},
+            ["of them are shared", "resident at once on average = (4,999 - 10) //"],
+        ),
+    ],
+)
+def test_sequences_of_a_distribution_are_counted_line_by_line(
+    options: dict[str, Any], expected: list[str]
+) -> None:
+    case = {"model": "llama-3.1-8b", "num_gpu_blocks_override": 5000} | options
+    lines, document = documents(case)
+    for text in expected:
+        assert any(text in line for line in lines), (text, lines)
+    found = document["capacity"]["distribution"]
+    assert any(line.endswith(f"= {found['concurrent_mean']:,}") for line in lines)
+    assert lines[-1].startswith("fits: ")
+
+
+def test_a_trace_is_counted_as_it_is() -> None:
+    lines, document = documents(
+        {"model": "llama-3.1-8b", "num_gpu_blocks_override": 5000, "trace": "multi-turn"}
+    )
+    found = document["capacity"]["distribution"]
+    named = [line for line in lines if line.startswith(found["method"])]
+    assert len(named) == 1

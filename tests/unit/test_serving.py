@@ -482,3 +482,30 @@ def test_memory_that_is_given_replaces_the_gpus() -> None:
 def test_a_gpu_whose_memory_is_not_known_needs_it_given() -> None:
     assert refused(gpu="l20").hint == "give --gpu-memory, such as 80GiB"
     assert served(gpu="l20", gpu_memory="45GiB")[0].capacity is not None
+
+
+# Adapters
+
+
+def test_slots_for_adapters_come_out_of_the_budget() -> None:
+    plain, _ = served(gpu="l4")
+    slots, resolver = served(gpu="l4", enable_lora=True, max_loras=2, max_lora_rank=8)
+    assert plain.capacity is not None
+    assert slots.capacity is not None
+    taken = slots.capacity.ranks[0].extra_bytes - plain.capacity.ranks[0].extra_bytes
+    # Rank 8 of each linear module in each of 32 layers, in and out: 4 of 4096 x 4096, 2 of 4096 x 11008, one of
+    # 11008 x 4096; and of the embedding and the head, of 32,000 words each; 2 slots of 2 bytes.
+    assert taken == 2 * 2 * 8 * (32 * (4 * 8192 + 3 * (4096 + 11008)) + 2 * (32_000 + 4096))
+    assert plain.capacity.available_kv_bytes - slots.capacity.available_kv_bytes == taken
+    assert resolver.settings["max_loras"].value == 2
+
+
+@pytest.mark.parametrize("name", ["max_loras", "max_lora_rank"])
+def test_settings_of_adapters_without_adapters_are_refused(name: str) -> None:
+    assert refused(**{name: 2}).where == flag(name)
+
+
+def test_adapters_of_a_model_whose_modules_are_not_known_are_refused() -> None:
+    spec = load_model("llama-2-7b")
+    unlisted = replace(spec, weights=spec.weights._replace(groups=()))
+    assert refused(unlisted, enable_lora=True, gpu="l4").where == "--enable-lora"
