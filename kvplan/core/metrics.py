@@ -217,20 +217,31 @@ class _OverTime:
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
 
     def note_run(
-        self, run: DecodeRun[Any], start: int, ticks: Seq[int], used: list[int], tokens: int, waste: int
+        self,
+        run: DecodeRun[Any],
+        start: int,
+        end: int,
+        *,
+        ticks: Seq[int],
+        used: list[int],
+        tokens: int,
+        waste: int,
     ) -> None:
-        """Add steps so many ``ticks`` long, as `note` for the first; each adds a token for each decoder."""
-        if start < self.opening:  # once a run of all
-            begun = dict(run.waste_begun)
+        """Add steps so many ``ticks`` long; of the first, as `note`; each adds a token for each decoder."""
+        if start < self.opening:
             for step, (level, length) in enumerate(zip(used, ticks, strict=True)):
-                waste += begun.get(step, 0) if step else 0
-                self.note(run, start, start + length, level, tokens + step * run.decoders, waste)
+                wasted = waste + sum(slots for offset, slots in run.waste_begun if 0 < offset <= step)
+                self.note(run, start, start + length, level, tokens + step * run.decoders, wasted)
                 start += length
             return
         self._used += used
         self._ticks += ticks
-        total = sum(ticks)
-        token_ticks = tokens * total + run.decoders * sum(map(mul, range(run.steps), ticks))
+        total = end - start
+        # Each step is longer than the one before by the same number of ticks.
+        steps = run.steps
+        growth = ticks[1] - ticks[0] if steps > 1 else 0
+        passed = (3 * ticks[0] + growth * (2 * steps - 1)) * (steps * (steps - 1) // 2) // 3
+        token_ticks = tokens * total + run.decoders * passed
         waste_ticks = waste * total
         for offset, slots in run.waste_begun:
             if offset:
@@ -415,7 +426,7 @@ class Metrics:
         used = list(accumulate(run.takes[1:], initial=first_used))
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
-        self._over_time.note_run(run, start, ticks, used, tokens, waste)
+        self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
         if self._decoding:
             self._gaps.add_all(ticks, self._decoding)
         if run.finished:

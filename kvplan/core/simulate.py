@@ -121,7 +121,7 @@ def run(
             taken, is_dead = turn.steps, False
             if shape is None:
                 first, growth = price(turn.first_work), 0
-            end = now + _run_ticks(taken, first, growth)
+            end = now + taken * first + growth * (taken * (taken - 1) // 2)
             metrics.fold_run(turn, now, end, first, growth)
         else:
             taken, is_dead = 1, turn.is_dead
@@ -146,12 +146,8 @@ def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
     linear = first - growth / 2
     root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
     steps = min(most, int(root) + 1)
-    while steps < most and _run_ticks(steps, first, growth) < gap:
+    while steps < most and steps * first + growth * (steps * (steps - 1) // 2) < gap:
         steps += 1
-    while steps > 1 and _run_ticks(steps - 1, first, growth) >= gap:
+    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
         steps -= 1
     return steps
-
-
-def _run_ticks(steps: int, first: int, growth: int) -> int:
-    return steps * first + growth * (steps * (steps - 1) // 2)

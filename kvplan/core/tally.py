@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
 from collections.abc import Sequence as Seq
 from itertools import accumulate
@@ -73,6 +73,7 @@ class _Buckets:
 
     def __init__(self) -> None:
         self._counts: dict[int, int] = {}
+        self._edges: dict[int, int] = {}
         self._zeros = 0
         self._total: float = 0
         self._largest: float = 0
@@ -87,19 +88,27 @@ class _Buckets:
         bucket = _bucket(value)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 
-    def add_all(self, values: Seq[float], count: int) -> None:
-        """Take in values in order, each of which came ``count`` times. O(buckets they fall in), at most."""
-        if len(values) > 2 and values[0] > 0 and _bucket(values[0]) == _bucket(values[-1]):
-            self._total += sum(values) * count
-            self._largest = max(self._largest, values[-1])
-            self._counts[_bucket(values[0])] = self._counts.get(_bucket(values[0]), 0) + count * len(values)
-        elif len(values) > 2:
-            half = len(values) // 2
-            self.add_all(values[:half], count)
-            self.add_all(values[half:], count)
-        else:
-            for value in values:
-                self.add(value, count)
+    def add_all(self, values: Seq[int], count: int) -> None:
+        """Take in whole numbers above 0, in order, each of which came ``count`` times. O(buckets they fall in)."""
+        self._total += sum(values) * count
+        self._largest = max(self._largest, values[-1])
+        counts = self._counts
+        while values:
+            bucket = _bucket(values[0])
+            edge = self._edges.get(bucket) or self._edge_above(bucket)
+            inside = len(values) if values[-1] < edge else bisect_left(values, edge)
+            counts[bucket] = counts.get(bucket, 0) + count * inside
+            values = values[inside:]
+
+    def _edge_above(self, bucket: int) -> int:
+        """The least whole number above a bucket."""
+        edge = max(1, int(math.exp((bucket + 1) * _LOG_GROWTH)))
+        while _bucket(edge) <= bucket:
+            edge += 1
+        while edge > 1 and _bucket(edge - 1) > bucket:
+            edge -= 1
+        self._edges[bucket] = edge
+        return edge
 
     def summary(self) -> Summary:
         """The set, each value at its bucket's middle."""
@@ -166,7 +175,7 @@ class Counts:
             self._pack()
 
     def add_all(self, values: Seq[int], count: int) -> None:
-        """Take in values in order, each of which came ``count`` times."""
+        """Take in values above 0, in order, each of which came ``count`` times."""
         if self._buckets is not None:
             self._buckets.add_all(values, count)
             return

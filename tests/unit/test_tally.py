@@ -79,7 +79,7 @@ def test_much_that_was_counted_is_packed_and_stays_exact() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.integers(0, 10**4), st.integers(0, 30), st.integers(1, 40), st.integers(1, 9)),
+        st.tuples(st.integers(1, 10**13), st.integers(0, 10**10), st.integers(1, 40), st.integers(1, 9)),
         min_size=1,
         max_size=8,
     ),
