@@ -245,7 +245,8 @@ class Vllm:
                 common["state_content_bytes"] = 656
             return specs.MLAAttentionSpec(**common, cache_dtype_str=form.kv_cache_dtype)
         if isinstance(cache, SparseIndexer):
-            return specs.MLAAttentionSpec(**common | {"head_size": cache.row_bytes, "dtype": TORCH["uint8"]})
+            row = cache.page_bytes(1, form)
+            return specs.MLAAttentionSpec(**common | {"head_size": row, "dtype": TORCH["uint8"]})
         return self._v4_spec(cache, common)
 
     def _v4_spec(self, cache: Any, common: dict[str, Any]) -> Any:
