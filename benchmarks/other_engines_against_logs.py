@@ -296,7 +296,6 @@ def _spec(shape: Shape) -> ModelSpec:
         head_dim=1,
         vocab_size=1,
         max_position_embeddings=None,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(layers),
         weights=Weights(None, "config"),

@@ -31,7 +31,7 @@ MEMORY = {
     "kv_groups": 4,
     "model": 4,
     "attention": 4,
-    "rotary": 4,
+    "rotary": 5,
     "lora": 3,
     "layouts": 5,
     "towers": 6,

@@ -41,6 +41,9 @@ class EngineRules(Protocol):
     def latent_row_multiple(self) -> int:
         """Elements that a latent's row is padded to a multiple of."""
 
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """``max_model_len`` where none is given, and the longest that may be; None: the model states none."""
+
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_batched_tokens, max_num_seqs)`` on this GPU."""
 

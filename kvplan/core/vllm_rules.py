@@ -37,6 +37,8 @@ TokenLine = Literal["blocks", "groups", "concurrency"]
 #: Whether states keep one block, one and what prefix caching needs, or one for every block of tokens.
 StateMode = Literal["none", "align", "all"]
 
+#: Kinds of rotary embedding whose config states the length that they stretch to.
+_LENGTH_HOLDS = frozenset({"longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
 _GIB = 1 << 30
 #: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
 _ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
@@ -164,10 +166,28 @@ class VllmRules(NamedTuple):
         """Elements that a latent's row is padded to a multiple of: 256 bytes of 2 in 0.7 (seen in its logs)."""
         return 128 if self.number == (0, 7) else 1
 
-    @property
-    def scales_yarn(self) -> bool:
-        """Whether yarn multiplies the longest length; later the config's own maximum holds (config/model.py)."""
-        return self.number < (0, 33)
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """``max_model_len`` where none is given, and the longest that may be; None: the model states none.
+
+        config/model.py ``_get_and_verify_max_len``: positions times the factor of their scaling, but for kinds whose
+        config has the product already: LongRoPE and Llama-3's, YaRN since 0.33 (until then it is the original length
+        that is multiplied), and Gemma-3. LongRoPE starts at the original length (read in 0.19, not yet in 0.11).
+        """
+        longest = spec.max_position_embeddings
+        if longest is None:
+            return None
+        factor = 1.0
+        if "gemma3" not in spec.family:
+            stretched = _LENGTH_HOLDS if self.number >= (0, 33) else _LENGTH_HOLDS - {"yarn"}
+            for scaling in spec.position_scalings:
+                if scaling.kind not in stretched:
+                    factor = scaling.factor
+                    if scaling.kind == "yarn":
+                        longest = scaling.original or longest
+        longest = int(longest * factor)
+        original = spec.original_max_position_embeddings
+        starts_short = self.number >= (0, 19) and any(s.kind == "longrope" for s in spec.position_scalings)
+        return (original or longest if starts_short else longest), longest
 
     def group_rules(self, *, hybrid_manager: bool) -> GroupRules:
         """How layers are grouped (v1/core/kv_cache_utils.py; kv_cache_planning.py in 0.33).

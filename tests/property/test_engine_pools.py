@@ -65,7 +65,6 @@ def pools(draw: st.DrawFn) -> tuple[Pool, ModelSpec, CacheFormat, str]:
         head_dim=32,
         vocab_size=100,
         max_position_embeddings=4096,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(None, "config"),

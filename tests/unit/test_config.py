@@ -21,7 +21,7 @@ from kvplan.core.kv_cache import (
     LinearAttention,
     SlidingWindow,
 )
-from kvplan.core.model import ModelSpec
+from kvplan.core.model import ModelSpec, PositionScaling
 from kvplan.errors import InputError
 from kvplan.hf_config import draft_layers
 
@@ -393,16 +393,24 @@ def test_the_dtype_is_the_one_that_is_served(tmp_path: Path, written: str | None
 @pytest.mark.parametrize(
     ("scaling", "scaled"),
     [
-        (None, False),
-        ({"rope_type": "llama3", "factor": 8.0}, True),
-        ({"type": "yarn", "factor": 4.0}, True),
-        ({"type": "mrope", "mrope_section": [16, 24, 24]}, False),
-        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, False),
-        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, True),
+        (None, ()),
+        ({"rope_type": "llama3", "factor": 8.0}, (PositionScaling("llama3", 8.0),)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+            (PositionScaling("yarn", 4.0, 4096),),
+        ),
+        ({"type": "su", "short_factor": [1.0]}, (PositionScaling("longrope"),)),
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, (PositionScaling("mrope"),)),
+        (
+            {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+            (PositionScaling("default"),),
+        ),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, (PositionScaling("linear", 8.0),)),
+        ({"rope_type": "linear", "factor": None}, (PositionScaling("linear"),)),
     ],
 )
-def test_rope_scaling_is_told_from_its_kind(tmp_path: Path, scaling: object, scaled: bool) -> None:
-    assert load_model(config_file(tmp_path, rope_scaling=scaling)).rope_scaled is scaled
+def test_how_positions_are_stretched_is_read(tmp_path: Path, scaling: object, scaled: object) -> None:
+    assert load_model(config_file(tmp_path, rope_scaling=scaling)).position_scalings == scaled
 
 
 def test_a_null_count_is_not_a_missing_one(tmp_path: Path) -> None:

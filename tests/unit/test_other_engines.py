@@ -58,7 +58,6 @@ def spec(*caches: Cache, architecture: str = "LlamaForCausalLM") -> ModelSpec:
         head_dim=8,
         vocab_size=100,
         max_position_embeddings=4096,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(1000, "config"),

@@ -37,6 +37,8 @@ _GIB = 1 << 30
 _PADDING = 256
 #: More blocks than any context has.
 _MOST_BLOCKS = 1 << 40
+#: A context may be longer than the model was trained on.
+_ANY_LENGTH = 1 << 40
 
 
 class LlamaCppRules:
@@ -70,6 +72,11 @@ class LlamaCppRules:
             "max_lora_rank",
         }
     )
+
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """What the model was trained on; more is let through (llama-context.cpp warns)."""
+        longest = spec.max_position_embeddings
+        return None if longest is None else (longest, _ANY_LENGTH)
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(--ubatch-size, --parallel)``."""

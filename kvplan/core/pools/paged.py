@@ -55,6 +55,11 @@ class PagedRules:
         }
     )
 
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """What the model states."""
+        longest = spec.max_position_embeddings
+        return None if longest is None else (longest, longest)
+
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_batched_tokens, max_num_seqs)``."""
         return 2560, 256

@@ -100,6 +100,11 @@ class SglangRules:
         }
     )
 
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """What the model states."""
+        longest = spec.max_position_embeddings
+        return None if longest is None else (longest, longest)
+
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(chunked_prefill_size, max_running_requests)`` (arg_groups/memory_hook.py), by the GPU's memory."""
         if memory_bytes is None:

@@ -57,6 +57,11 @@ class TensorrtLlmRules:
         }
     )
 
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """What the model states."""
+        longest = spec.max_position_embeddings
+        return None if longest is None else (longest, longest)
+
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_tokens, max_batch_size)``."""
         return 8192, 2048
