@@ -325,6 +325,7 @@ def play(
     price: Callable[[StepWork], int] | None = None,
     *,
     warmup: int = 0,
+    slo: Slo | None = None,
     seconds_per_tick: Fraction | None = SECONDS_PER_TICK,
 ) -> Played:
     """Run a scenario: step-numbered without a price, else by a clock in ticks."""
@@ -336,6 +337,7 @@ def play(
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=seconds_per_tick,
         warmup=warmup,
+        slo=slo,
     )
     records: list[StepRecord] = []
     outcome = run(
@@ -656,7 +658,7 @@ def check_request_figures(played: Played, slo: Slo) -> None:
             for ticks, goal in times
         )
 
-    goodput = metrics.goodput(slo)
+    goodput = metrics.goodput()
     if not slo.is_stated:
         assert goodput is None
         return
@@ -676,7 +678,7 @@ warmups = st.sampled_from([0, 0, 1, 5, 20, 70])
 def test_every_figure_of_a_step_numbered_run_by_brute_force(
     scenario: Scenario, warmup: int, slo: Slo
 ) -> None:
-    played = play(scenario, warmup=warmup)
+    played = play(scenario, warmup=warmup, slo=slo)
     check_time_figures(played)
     check_request_figures(played, slo)
 
@@ -685,7 +687,7 @@ def test_every_figure_of_a_step_numbered_run_by_brute_force(
 def test_every_figure_of_a_run_with_steps_of_uneven_length_by_brute_force(
     scenario: Scenario, warmup: int, slo: Slo
 ) -> None:
-    played = play(scenario, busy_price, warmup=warmup)
+    played = play(scenario, busy_price, warmup=warmup, slo=slo)
     check_time_figures(played)
     check_request_figures(played, slo)
 
