@@ -522,7 +522,7 @@ def _kvplan_row(text: str, number: int) -> Request:
         _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
         _tokens(row.get("input_tokens"), "input_tokens"),
         _tokens(row.get("output_tokens"), "output_tokens"),
-        _whole(row.get("priority", 0), "priority"),
+        _whole(row["priority"], "priority") if "priority" in row else 0,
     )
     if "content" in row and "hash_ids" in row:
         raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
@@ -774,7 +774,7 @@ def _digits(text: str, field: str) -> int:
 
 
 def _tokens(value: object, field: str) -> int:
-    number = _whole(value, field)
+    number = value if type(value) is int else _whole(value, field)
     if not 0 < number <= _MAX_TOKENS:
         raise _BadLine(f"{field} is {number}, not a number from 1 to {_MAX_TOKENS:,}")
     return number

@@ -328,6 +328,7 @@ class Metrics:
         self.seconds_per_tick = seconds_per_tick
         self.warmup = warmup
         self.slo = slo or Slo()
+        self._has_goals = self.slo.is_stated
         self.records: dict[str, RequestRecord] = {}
         self.window_start: int | None = None
         self.window_end: int | None = None
@@ -468,7 +469,7 @@ class Metrics:
             tpot = tpot_ticks(record)
             if tpot is not None:
                 self._tpot.add(tpot)
-            if self.slo.is_stated:
+            if self._has_goals:
                 totals.good += self._meets(record, self.slo)
         self._tell(record)
 
