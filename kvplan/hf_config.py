@@ -333,6 +333,7 @@ def spec_from_config(
         fields.pop("parameters", None)
     aliases = fields.get("aliases")
     hf_id = fields.get("hf_id")
+    weights = _weights(name, fields, stored)
     return ModelSpec(
         name=origin.model,
         family=str(fields.get("family") or architecture.family),
@@ -346,14 +347,12 @@ def spec_from_config(
         max_position_embeddings=number(fields, "max_position_embeddings") or None,
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(name, fields, stored)._replace(
-            rotary_elements=rotary_elements(architecture.family, fields)
-        ),
+        weights=weights._replace(rotary_elements=rotary_elements(architecture.family, fields)),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
         draft_layers=drafts,
-        mlp=mlp_of(architecture.layout, fields),
+        mlp=mlp_of(architecture.layout, fields, has_experts=weights.has_experts),
         kv_cache_dtype=_stored_kv_dtype(fields),
         mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
         position_scalings=position_scalings(fields),

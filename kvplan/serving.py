@@ -388,7 +388,7 @@ def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spre
 def _expert_parallel(spec: ModelSpec, resolver: Resolver[Any], default: str) -> bool:
     """Whether experts are shared out whole; refused, as vLLM does, for a model that has none."""
     chosen = resolver.choose("enable_expert_parallel", False, default)
-    if chosen and spec.mlp is not None and not spec.mlp.expert_width:
+    if chosen and spec.weights.groups and not spec.has_experts:
         raise InputError(
             f"{spec.name} has no experts to share out", where="--enable-expert-parallel", hint="leave it out"
         )

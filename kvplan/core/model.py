@@ -66,6 +66,11 @@ class ModelSpec:
     original_max_position_embeddings: int | None = None
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers route tokens to experts, as far as the config says."""
+        return (self.mlp is not None and self.mlp.expert_width > 0) or self.weights.has_experts
+
+    @property
     def attention(self) -> tuple[tuple[Cache, int], ...]:
         """The caches of the layers and how many layers have each, in the order of the first layer of each."""
         counts: dict[tuple[str, Cache], int] = {}

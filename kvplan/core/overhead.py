@@ -184,8 +184,7 @@ def runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
     if release >= (0, 28):
         return True
     has_states = any(isinstance(item.cache, STATES) for item in spec.layers)
-    dense = spec.mlp is None or spec.mlp.expert_width == 0
-    return not has_states and (dense or spec.architecture in _V2_FROM_0_23)
+    return not has_states and (not spec.has_experts or spec.architecture in _V2_FROM_0_23)
 
 
 _V2_FROM_0_23 = frozenset(
@@ -231,12 +230,13 @@ def _forward_bytes(spec: ModelSpec, tokens: int, width: int, ranks: int) -> int:
 def _expert_bytes(spec: ModelSpec, tokens: int, width: int, ranks: int) -> int:
     """Workspaces of the routed experts (fused_moe.py ``workspace_shapes``): 0 without experts.
 
-    For each token and each expert that it uses max(product, hidden) and max(halves, hidden) elements.
+    For each token and each expert that it uses max(product, hidden) and max(halves, hidden) elements; without a gate
+    there is no second half.
     """
     if spec.mlp is None or not spec.mlp.expert_width:
         return 0
     product = spec.mlp.expert_width // ranks
-    elements = max(product, spec.hidden_size) + max(2 * product, spec.hidden_size)
+    elements = max(product, spec.hidden_size) + max((2 if spec.mlp.gated else 1) * product, spec.hidden_size)
     return tokens * spec.mlp.experts_per_token * elements * width
 
 
@@ -262,7 +262,7 @@ def _graph_bytes(spec: ModelSpec, sequences: int, tokens: int) -> int:
     largest = min(2 * sequences, _GRAPH_LARGEST, tokens)
     graphs = num_capture_sizes(largest) + num_capture_sizes(min(sequences, largest))
     per_layer = _GRAPH_PER_LAYER
-    if spec.mlp is not None and spec.mlp.expert_width:
+    if spec.has_experts:
         per_layer += per_layer // 3
     return _GRAPH_BASE + graphs * spec.num_layers * per_layer
 

@@ -172,6 +172,11 @@ class Weights(NamedTuple):
         """The name of the method of quantization; None for weights in the model's dtype."""
         return self.format.method if self.format else None
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of the weights are routed experts; False where only a total is known."""
+        return any(group.kind == "experts" for group in self.groups)
+
     def quantized_by(self, name: str) -> Weights:
         """These weights as ``--quantization NAME`` has the engine hold them; stored ones stay as they are stored."""
         from kvplan.core.quantization import from_name

@@ -101,3 +101,32 @@ def test_defaults_are_said_to_be_the_engines(cli: Cli) -> None:
     assert config["block_size"] == {"value": 1, "source": "default of sglang"}
     assert config["max_num_batched_tokens"]["source"] == "default of sglang on a100-80gb"
     assert re.fullmatch(r"0\.8[23][0-9]?", str(config["gpu_memory_utilization"]["value"]))
+
+
+@pytest.mark.parametrize("gpu", ["mi210", "mi300x", "gaudi-2 --gpu-memory 90GiB"])
+def test_gpus_without_a_compute_capability_in_numbers_are_sized_by_every_engine(cli: Cli, gpu: str) -> None:
+    for engine in ENGINES:
+        found = cli(f"size llama-3.1-8b --seq 4096 --max-model-len 4096 --gpu {gpu} --engine {engine} --json")
+        assert found.code == 0
+        assert found.document["capacity"]["concurrent_sequences"] > 1
+
+
+def test_other_vendors_gpus_may_be_suggested_for_sglang(cli: Cli) -> None:
+    found = cli("size opt-66b --seq 16 --gpu rtx-a5000 --engine sglang --json")
+    assert found.code == 1
+    assert found.document["capacity"]["suggestions"]
+
+
+@pytest.mark.parametrize("model", ["gemma-4-26b-a4b", "nemotron-3-nano-30b", "nemotron-3-super-120b"])
+def test_experts_of_families_that_list_their_own_weights_are_shared_out(cli: Cli, model: str) -> None:
+    whole = cli(f"size {model} --seq 4096 --json").document["weights"]
+    found = cli(f"size {model} --seq 4096 -tp 2 --enable-expert-parallel --json")
+    assert found.code == 0
+    assert whole["per_gpu_bytes"] * 0.5 < found.document["weights"]["per_gpu_bytes"] < whole["per_gpu_bytes"] * 0.6
+
+
+def test_experts_are_not_denied_where_the_weights_are_not_listed(cli: Cli) -> None:
+    assert cli("size deepseek-v4-pro --seq 4096 -tp 2 --enable-expert-parallel").code == 0
+    refused = cli("size llama-3.1-8b --seq 4096 -tp 2 --enable-expert-parallel")
+    assert refused.code == 2
+    assert "has no experts" in refused.err

@@ -233,7 +233,9 @@ def _largest_decode_graph(memory_mib: int, ranks: int) -> int:
 
 
 def _generation(compute_capability: str | None) -> int:
-    return int((compute_capability or "9.0").split(".", 1)[0])
+    """The first number of NVIDIA's compute capability, 9 where it is not known; 0 for other vendors (``gfx942``)."""
+    number = (compute_capability or "9.0").split(".", 1)[0]
+    return int(number) if number.isdecimal() else 0
 
 
 class SglangPool:
