@@ -96,14 +96,12 @@ def estimate_overhead(
     compute_capability: str | None = "9.0",
     num_sms: int | None = 132,
     multimodal: bool | None = None,
-    uses_v2_runner: bool | None = None,
 ) -> Overhead:
     """Memory that the engine measures at its start, on each GPU of the last pipeline stage, in bytes.
 
     ``version`` is vLLM's, such as ``0.19`` or ``0.19.1``; ``dtype`` that of the model unless given. ``multimodal``:
-    inputs other than text are profiled too; None: as the architecture's name says. ``uses_v2_runner``: which of the
-    two model runners; None: the version's default for this model. ``compute_capability`` and ``num_sms`` are the
-    GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
+    inputs other than text are profiled too; None: as the architecture's name says. ``compute_capability`` and
+    ``num_sms`` are the GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
     """
     release = _release(version)
     sequences = min(max_num_seqs, max_num_batched_tokens)
@@ -111,7 +109,7 @@ def estimate_overhead(
     modern = _capability(compute_capability) >= 90
     if multimodal is None:
         multimodal = spec.architecture.endswith("ForConditionalGeneration")
-    v2 = runs_on_v2(spec, release) if uses_v2_runner is None else uses_v2_runner
+    v2 = runs_on_v2(spec, release)
 
     hidden = max_num_batched_tokens * spec.hidden_size * width
     kept = _CUBLAS_HOPPER if modern else _CUBLAS_OLDER

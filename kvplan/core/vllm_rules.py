@@ -119,11 +119,6 @@ class VllmRules(NamedTuple):
         return self.gpu_memory_utilization
 
     @property
-    def subtracts_cuda_graphs(self) -> bool:
-        """Whether the memory of CUDA graphs comes out of the KV cache (envs.py, estimate on by default)."""
-        return self.number >= (0, 21)
-
-    @property
     def reserves_null_block(self) -> bool:
         """Whether the fit check leaves out the null block (v1/core/kv_cache_planning.py)."""
         return self.number >= (0, 33)
@@ -163,11 +158,6 @@ class VllmRules(NamedTuple):
     def latent_row_multiple(self) -> int:
         """Elements that a latent's row is padded to a multiple of: 256 bytes of 2 in 0.7 (seen in its logs)."""
         return 128 if self.number == (0, 7) else 1
-
-    @property
-    def scales_yarn(self) -> bool:
-        """Whether yarn multiplies the longest length; later the config's own maximum holds (config/model.py)."""
-        return self.number < (0, 33)
 
     def group_rules(self, *, hybrid_manager: bool) -> GroupRules:
         """How layers are grouped (v1/core/kv_cache_utils.py; kv_cache_planning.py in 0.33).

@@ -47,18 +47,10 @@ def test_what_is_no_version_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "share", "graphs"),
-    [
-        ("0.8.5", 0.9, False),
-        ("0.19", 0.9, False),
-        ("0.20", 0.9, False),
-        ("0.21", 0.92, True),
-        ("0.33", 0.92, True),
-    ],
+    ("version", "share"), [("0.8.5", 0.9), ("0.19", 0.9), ("0.20", 0.9), ("0.21", 0.92), ("0.33", 0.92)]
 )
-def test_utilization_rose_when_graphs_began_to_count(version: str, share: float, graphs: bool) -> None:
+def test_utilization_rose_when_graphs_began_to_count(version: str, share: float) -> None:
     assert rules(version).gpu_memory_utilization == share
-    assert rules(version).subtracts_cuda_graphs is graphs
 
 
 def test_the_null_block_is_left_out_of_the_check_since_0_33() -> None:
@@ -78,11 +70,6 @@ def test_the_null_block_is_left_out_of_the_check_since_0_33() -> None:
 )
 def test_what_the_token_line_says(version: str, line: str) -> None:
     assert rules(version).token_line == line
-
-
-def test_yarn_no_longer_scales_the_length_in_0_33() -> None:
-    assert rules("0.26").scales_yarn
-    assert not rules("0.33").scales_yarn
 
 
 # Batches
