@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
-from kvplan.core.engine_sizing import EngineRules, engine_sizing
+from kvplan.core.engine_rules import EngineRules
+from kvplan.core.engine_sizing import engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,

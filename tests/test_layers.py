@@ -37,6 +37,7 @@ MEMORY = {
     "towers": 6,
     "families": 7,
     "vllm_rules": 5,
+    "engine_rules": 5,
     "deployment": 5,
     "overhead": 6,
     "kv_pool": 6,
