@@ -178,7 +178,7 @@ class VllmPool:
                 spec.architecture,
                 deployment.speculative_method,
                 has_states=bool(states),
-                has_experts=spec.mlp is not None and spec.mlp.expert_width > 0,
+                has_experts=spec.has_experts,
             ),
         )
 

@@ -56,6 +56,11 @@ class ModelSpec:
     mamba_chunk_size: int = 2048
 
     @property
+    def has_experts(self) -> bool:
+        """Whether tokens are routed to experts, as far as the config says."""
+        return self.mlp is not None and self.mlp.expert_width > 0
+
+    @property
     def attention(self) -> tuple[tuple[Cache, int], ...]:
         """The caches of the layers and how many layers have each, in the order of the first layer of each."""
         counts: dict[tuple[str, Cache], int] = {}

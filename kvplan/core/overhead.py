@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from kvplan.core.deployment import Margin
 from kvplan.core.kv_cache import STATES
 from kvplan.core.model import ModelSpec
+from kvplan.core.vllm_rules import VllmRules
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
 
@@ -109,7 +110,7 @@ def estimate_overhead(
     modern = _capability(compute_capability) >= 90
     if multimodal is None:
         multimodal = spec.architecture.endswith("ForConditionalGeneration")
-    v2 = runs_on_v2(spec, release)
+    v2 = _runs_on_v2(spec, release)
 
     hidden = max_num_batched_tokens * spec.hidden_size * width
     kept = _CUBLAS_HOPPER if modern else _CUBLAS_OLDER
@@ -169,33 +170,14 @@ def estimate_overhead(
     )
 
 
-def runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
-    """Whether the version's default for this model is the second model runner.
-
-    config/vllm.py ``use_v2_model_runner``: a list of architectures in 0.24 (0.23 fits a log), dense models without
-    states and a few others in 0.26, all in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed.
-    """
-    if release < (0, 23):
-        return False
-    if release < (0, 25):
-        return spec.architecture in _V2_FROM_0_23
-    if release >= (0, 28):
-        return True
-    has_states = any(isinstance(item.cache, STATES) for item in spec.layers)
-    dense = spec.mlp is None or spec.mlp.expert_width == 0
-    return not has_states and (dense or spec.architecture in _V2_FROM_0_23)
-
-
-_V2_FROM_0_23 = frozenset(
-    {
-        "Qwen3ForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "GraniteMoeForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-    }
-)
+def _runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
+    """Whether the version's default for this model is the second model runner; a draft is left out of account."""
+    return VllmRules(release).runner_v2(
+        spec.architecture,
+        None,
+        has_states=any(isinstance(item.cache, STATES) for item in spec.layers),
+        has_experts=spec.has_experts,
+    )
 
 
 def num_capture_sizes(largest: int) -> int:
@@ -260,7 +242,7 @@ def _graph_bytes(spec: ModelSpec, sequences: int, tokens: int) -> int:
     largest = min(2 * sequences, _GRAPH_LARGEST, tokens)
     graphs = num_capture_sizes(largest) + num_capture_sizes(min(sequences, largest))
     per_layer = _GRAPH_PER_LAYER
-    if spec.mlp is not None and spec.mlp.expert_width:
+    if spec.has_experts:
         per_layer += per_layer // 3
     return _GRAPH_BASE + graphs * spec.num_layers * per_layer
 

@@ -40,8 +40,16 @@ StateMode = Literal["none", "align", "all"]
 _GIB = 1 << 30
 #: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
 _ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
-#: Ways to draft that the second runner of 0.26 knows, those that it does not know in 0.33, and the models with
-#: experts that it is the default for in 0.26 (config/vllm.py).
+#: Models that the second runner is first the default for, in 0.24; ways to draft that it knows in 0.26, those that
+#: it does not know in 0.33, and the models with experts that it is the default for in 0.26 (config/vllm.py).
+_V2_FIRST = (
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
 _V2_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 _FIRST_RUNNER_ONLY = ("suffix", "custom_class")
 _V2_EXPERTS = (
@@ -147,10 +155,13 @@ class VllmRules(NamedTuple):
     ) -> bool:
         """Whether the second model runner is the default (config/vllm.py ``use_v2_model_runner``).
 
-        Read in 0.26, for dense models without states first, and in 0.33, for all.
+        A list of architectures in 0.24 (0.23 fits a log), dense models without states and a few others in 0.26, all
+        in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed. ``method`` is a way to draft.
         """
-        if self.number >= (0, 33):
+        if self.number >= (0, 28):
             return method not in _FIRST_RUNNER_ONLY
+        if self.number < (0, 25):
+            return self.number >= (0, 23) and architecture in _V2_FIRST
         drafts = method is None or method in _V2_DRAFTS
         return drafts and not has_states and (not has_experts or architecture in _V2_EXPERTS)
 

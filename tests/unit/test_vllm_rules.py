@@ -142,6 +142,11 @@ def test_asynchronous_scheduling_by_way_of_drafting(version: str, method: str | 
 @pytest.mark.parametrize(
     ("version", "architecture", "method", "states", "experts", "second"),
     [
+        ("0.19", "Qwen3ForCausalLM", None, False, False, False),
+        ("0.24", "Qwen3ForCausalLM", None, False, False, True),
+        ("0.24", "Qwen2ForCausalLM", None, False, False, False),
+        ("0.26", "MixtralForCausalLM", None, False, True, False),
+        ("0.28", "MixtralForCausalLM", None, False, True, True),
         ("0.26", "LlamaForCausalLM", None, False, False, True),
         ("0.26", "LlamaForCausalLM", "eagle3", False, False, True),
         ("0.26", "LlamaForCausalLM", "ngram", False, False, False),
