@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass
 
 from kvplan.core.deployment import Margin
+from kvplan.core.gpu import capability
 from kvplan.core.kv_cache import STATES
 from kvplan.core.model import ModelSpec
 from kvplan.core.vllm_rules import VllmRules
@@ -107,7 +108,8 @@ def estimate_overhead(
     release = _release(version)
     sequences = min(max_num_seqs, max_num_batched_tokens)
     width = DTYPE_BYTES[dtype or spec.dtype]
-    modern = _capability(compute_capability) >= 90
+    number = capability(compute_capability) or (0, 0)
+    modern = number >= (9, 0)
     if multimodal is None:
         multimodal = spec.architecture.endswith("ForConditionalGeneration")
     v2 = _runs_on_v2(spec, release)
@@ -148,7 +150,7 @@ def estimate_overhead(
         release,
         tensor_parallel_size,
         pipeline_parallel_size,
-        fused=modern and _capability(compute_capability) < 120,
+        fused=modern and number < (12, 0),
     )
     runtime = (_CONTEXT_FROM_0_18 if release >= (0, 18) else _CONTEXT)[modern] + communication
     cuda_graphs = graphs if counted else 0
@@ -272,9 +274,3 @@ def _release(version: str) -> tuple[int, int]:
             hint="write one such as 0.19 or 0.33.0",
         )
     return int(match.group(1)), int(match.group(2))
-
-
-def _capability(text: str | None) -> int:
-    """``"9.0"`` as 90; 0 where it is not known."""
-    match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", text or "")
-    return int(match.group(1)) * 10 + int(match.group(2)) if match else 0

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from kvplan.core.gpu import generation
 from kvplan.core.kv_cache import (
     HEADS,
     KV_CACHE_DTYPES,
@@ -331,8 +332,8 @@ class VllmRules(NamedTuple):
         """
         if self.number < (0, 33) or mode != "align":
             return (), 1
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if generation in ("9", "10", "12") else 0}
+        fast = generation(compute_capability) in (9, 10, 12)
+        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if fast else 0}
         tokens = [able.get(kind, 0) for kind in kinds]
         if "mamba2" in kinds and not all(tokens):
             return ("mamba2",), 1
@@ -345,10 +346,10 @@ class VllmRules(NamedTuple):
         """
         if sparse:
             return 64
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        if generation == "9":
+        gpu = generation(compute_capability)
+        if gpu == 9:
             return 64 if self.number < (0, 19) or fp8 else 16
-        if generation == "10":
+        if gpu == 10:
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
 
@@ -361,16 +362,16 @@ class VllmRules(NamedTuple):
         12 (read from 0.24 on) packed is the only form; elsewhere it stays plain. In 0.11 all but bfloat16 was packed
         (model_executor/models/config.py); in 0.33 GLM-5 is fp8 on the generation 10.
         """
-        generation = (compute_capability or "9.0").split(".", 1)[0]
+        gpu = generation(compute_capability)
         fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
         if self.number < (0, 19) and (kv_cache_dtype == "auto" or kv_cache_dtype.startswith("fp8")):
             return "fp8_ds_mla"
-        if generation == "9" and fp8:
+        if gpu == 9 and fp8:
             return "fp8_ds_mla"
-        if generation == "12" and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
+        if gpu == 12 and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
             return "fp8_ds_mla"
         glm = architecture.startswith("GlmMoeDsa") and self.number >= (0, 33)
-        return "fp8_e4m3" if glm and generation == "10" and kv_cache_dtype == "auto" else kv_cache_dtype
+        return "fp8_e4m3" if glm and gpu == 10 and kv_cache_dtype == "auto" else kv_cache_dtype
 
     def takes_kv_dtype(self, kv_cache_dtype: str) -> bool:
         """Whether ``--kv-cache-dtype`` may be this."""

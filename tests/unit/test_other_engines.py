@@ -229,6 +229,13 @@ def test_sparse_latents_take_the_form_of_the_gpu() -> None:
         form("int8", "10.0")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "tokens"), [(None, 1), ("9.0", 1), ("10.0", 64), ("10.3", 64), ("12.0", 1), ("gfx942", 1)]
+)
+def test_pages_follow_the_generation_and_other_makers_have_none(gpu: str | None, tokens: int) -> None:
+    assert SglangRules().default_block_size([FullAttention(8, 128)], "bfloat16", gpu)[0] == tokens
+
+
 def test_extra_layers_go_to_the_last_stages_in_sglang_and_to_the_first_in_tensorrt_llm() -> None:
     assert [stage.first for stage in sglang_stages(10, 4)] == [0, 2, 4, 7]
     assert [stage.first for stage in tensorrt_llm_stages(10, 4)] == [0, 3, 6, 8]

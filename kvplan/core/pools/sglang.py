@@ -17,6 +17,7 @@ from fractions import Fraction
 
 from kvplan.core.deployment import Deployment, Stage, even_stages
 from kvplan.core.engine_rules import CommonRules
+from kvplan.core.gpu import generation
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
     Cache,
@@ -149,7 +150,7 @@ class SglangRules(CommonRules):
         caches = [item.cache for item in spec.layers]
         latent = any(isinstance(cache, LatentAttention) for cache in caches)
         sparse = any(isinstance(cache, SparseIndexer) for cache in caches)
-        blackwell = _generation(compute_capability) >= 10
+        blackwell = generation(compute_capability) >= 10
         if asked == "auto":
             form, why = dtype, "as dtype"
             if sparse:
@@ -178,7 +179,7 @@ class SglangRules(CommonRules):
         """``page_size``: 1, or 64 where the kernels want pages (sparse latents, TensorRT-LLM's on Blackwell)."""
         if any(isinstance(cache, SparseIndexer) for cache in caches):
             return 64, "sparse latents"
-        return (64, "this GPU") if _generation(compute_capability) == 10 else (1, "")
+        return (64, "this GPU") if generation(compute_capability) == 10 else (1, "")
 
 
 def num_prefill_graphs(largest: int) -> int:
@@ -204,10 +205,6 @@ def _largest_decode_graph(memory_mib: int, ranks: int) -> int:
         if memory_mib < below_gib * 1024:
             return few if ranks < 4 else many
     return 512
-
-
-def _generation(compute_capability: str | None) -> int:
-    return int((compute_capability or "9.0").split(".", 1)[0])
 
 
 class SglangPool:
