@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvplan.core.kv_cache import CacheFormat, LayerCache
 from kvplan.core.lora import LoraSlots
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError
 
 #: Which end of the estimated overhead decides.
@@ -64,19 +65,6 @@ class Deployment(NamedTuple):
     def gpus(self) -> int:
         """GPUs of the whole deployment."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-
-class Stage(NamedTuple):
-    """One stage of a pipeline: layers ``first`` up to ``end``; the last also has the draft's layers."""
-
-    first: int
-    end: int
-    is_first: bool
-    is_last: bool
-
-    def holds(self, layer: int) -> bool:
-        """Whether a layer, or a draft's layer numbered on from the last, is here."""
-        return self.first <= layer and (layer < self.end or self.is_last)
 
 
 def pipeline_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:

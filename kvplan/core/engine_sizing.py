@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kvplan.core.deployment import Deployment, Stage, pipeline_stages
+from kvplan.core.deployment import Deployment, pipeline_stages
 from kvplan.core.engine_rules import EngineRules
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import CacheFormat
@@ -13,6 +13,7 @@ from kvplan.core.kv_pool import Pool, VllmPool
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
 from kvplan.core.vllm_rules import vllm_rules
+from kvplan.core.weights import Stage
 
 
 class EngineSizing(NamedTuple):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvplan.core.deployment import Stage
 from kvplan.core.kv_cache import STATES, Cache, CacheFormat, ChunkedLocal, LayerCache, SlidingWindow
 from kvplan.core.kv_pool import GroupSize
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError
 
 

@@ -9,7 +9,7 @@ import pytest
 from kvplan.config import load_model
 from kvplan.core.lora import LoraSlots, lora_bytes
 from kvplan.core.rotary import rotary_elements
-from kvplan.core.weights import Ranks, Stage
+from kvplan.core.weights import WHOLE_MODEL, Ranks, Stage
 
 
 def slots(model: str, ranks: Ranks | None = None, stage: Stage | None = None, **settings: Any) -> int:
@@ -20,7 +20,7 @@ def slots(model: str, ranks: Ranks | None = None, stage: Stage | None = None, **
         "bfloat16",
         LoraSlots(**settings),
         ranks=ranks or Ranks(),
-        stage=stage or Stage(),
+        stage=stage or WHOLE_MODEL,
     )
     assert size is not None
     return size

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
 from kvplan.core.kv_cache import (
     Cache,
     CacheFormat,
@@ -32,12 +32,12 @@ from kvplan.core.pools.llama_cpp import LlamaCppPool, LlamaCppRules, llama_cpp_s
 from kvplan.core.pools.paged import PagedPool
 from kvplan.core.pools.sglang import SglangPool, SglangRules, num_prefill_graphs, sglang_stages
 from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool, TensorrtLlmRules, tensorrt_llm_stages
-from kvplan.core.weights import Weights
+from kvplan.core.weights import WHOLE_MODEL, Weights
 from kvplan.errors import InputError
 
 MIB = 1 << 20
 GIB = 1 << 30
-ALL = Stage(0, 1000, is_first=True, is_last=True)
+ALL = WHOLE_MODEL
 #: 4 heads x (8 + 8) x 2 bytes = 128 bytes a token.
 FULL = FullAttention(4, 8)
 WINDOW = SlidingWindow(4, 8, 100)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage, check_stages, stages_of
+from kvplan.core.deployment import Deployment, check_stages, stages_of
 from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
@@ -30,6 +30,7 @@ from kvplan.core.kv_cache import (
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
+from kvplan.core.weights import Stage
 from kvplan.errors import unknown_name
 
 _MIB = 1 << 20

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
 from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group
 from kvplan.core.kv_cache import (
@@ -24,6 +24,7 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
+from kvplan.core.weights import Stage
 from kvplan.errors import unknown_name
 
 #: The vLLM whose overhead is taken for that of the paper's engine: the oldest for which it is known.

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage, even_stages
+from kvplan.core.deployment import Deployment, even_stages
 from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
@@ -27,6 +27,7 @@ from kvplan.core.kv_cache import (
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError, unknown_name
 
 _GIB = 1 << 30
