@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
-from kvplan.core.engine_sizing import EngineRules, engine_sizing
+from kvplan.core.engine_rules import EngineRules
+from kvplan.core.engine_sizing import engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
@@ -37,7 +38,7 @@ from kvplan.core.sizing import (
     plan_capacity,
     weight_sizes,
 )
-from kvplan.core.weights import DTYPE_BYTES
+from kvplan.core.weights import DTYPE_BYTES, Ranks
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
 
@@ -491,7 +492,7 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
     resolver.choose("speculative_model", draft, "default")
     model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
-    weights = model.weights.per_gpu_bytes(model.dtype, tensor, model.num_kv_heads)
+    weights = model.weights.rank_bytes(model.dtype, Ranks(tensor, num_kv_heads=model.num_kv_heads))
     if weights is None:
         raise InputError(
             f"the size of the draft's weights is not known: {model.weights.why_unknown}",

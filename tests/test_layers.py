@@ -37,6 +37,7 @@ MEMORY = {
     "towers": 6,
     "families": 7,
     "vllm_rules": 5,
+    "engine_rules": 5,
     "deployment": 5,
     "overhead": 6,
     "kv_pool": 6,
@@ -251,7 +252,8 @@ OUTER = {
         "kvplan.vllm_command",
         "kvplan.vllm_start",
     ],
-    "kvplan.output": ["kvplan.errors", "kvplan.plots"],
+    "kvplan.output": ["kvplan.errors"],
+    "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],

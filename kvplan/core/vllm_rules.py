@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from kvplan.core.gpu import generation
 from kvplan.core.kv_cache import (
     HEADS,
     KV_CACHE_DTYPES,
@@ -42,8 +43,16 @@ _LENGTH_HOLDS = frozenset({"longrope", "llama3", "yarn", "deepseek_yarn", "deeps
 _GIB = 1 << 30
 #: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
 _ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
-#: Ways to draft that the second runner of 0.26 knows, those that it does not know in 0.33, and the models with
-#: experts that it is the default for in 0.26 (config/vllm.py).
+#: Models that the second runner is first the default for, in 0.24; ways to draft that it knows in 0.26, those that
+#: it does not know in 0.33, and the models with experts that it is the default for in 0.26 (config/vllm.py).
+_V2_FIRST = (
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
 _V2_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 _FIRST_RUNNER_ONLY = ("suffix", "custom_class")
 _V2_EXPERTS = (
@@ -121,11 +130,6 @@ class VllmRules(NamedTuple):
         return self.gpu_memory_utilization
 
     @property
-    def subtracts_cuda_graphs(self) -> bool:
-        """Whether the memory of CUDA graphs comes out of the KV cache (envs.py, estimate on by default)."""
-        return self.number >= (0, 21)
-
-    @property
     def reserves_null_block(self) -> bool:
         """Whether the fit check leaves out the null block (v1/core/kv_cache_planning.py)."""
         return self.number >= (0, 33)
@@ -154,10 +158,13 @@ class VllmRules(NamedTuple):
     ) -> bool:
         """Whether the second model runner is the default (config/vllm.py ``use_v2_model_runner``).
 
-        Read in 0.26, for dense models without states first, and in 0.33, for all.
+        A list of architectures in 0.24 (0.23 fits a log), dense models without states and a few others in 0.26, all
+        in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed. ``method`` is a way to draft.
         """
-        if self.number >= (0, 33):
+        if self.number >= (0, 28):
             return method not in _FIRST_RUNNER_ONLY
+        if self.number < (0, 25):
+            return self.number >= (0, 23) and architecture in _V2_FIRST
         drafts = method is None or method in _V2_DRAFTS
         return drafts and not has_states and (not has_experts or architecture in _V2_EXPERTS)
 
@@ -350,8 +357,8 @@ class VllmRules(NamedTuple):
         """
         if self.number < (0, 33) or mode != "align":
             return (), 1
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if generation in ("9", "10", "12") else 0}
+        fast = generation(compute_capability) in (9, 10, 12)
+        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if fast else 0}
         tokens = [able.get(kind, 0) for kind in kinds]
         if "mamba2" in kinds and not all(tokens):
             return ("mamba2",), 1
@@ -364,10 +371,10 @@ class VllmRules(NamedTuple):
         """
         if sparse:
             return 64
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        if generation == "9":
+        gpu = generation(compute_capability)
+        if gpu == 9:
             return 64 if self.number < (0, 19) or fp8 else 16
-        if generation == "10":
+        if gpu == 10:
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
 
@@ -380,16 +387,16 @@ class VllmRules(NamedTuple):
         12 (read from 0.24 on) packed is the only form; elsewhere it stays plain. In 0.11 all but bfloat16 was packed
         (model_executor/models/config.py); in 0.33 GLM-5 is fp8 on the generation 10.
         """
-        generation = (compute_capability or "9.0").split(".", 1)[0]
+        gpu = generation(compute_capability)
         fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
         if self.number < (0, 19) and (kv_cache_dtype == "auto" or kv_cache_dtype.startswith("fp8")):
             return "fp8_ds_mla"
-        if generation == "9" and fp8:
+        if gpu == 9 and fp8:
             return "fp8_ds_mla"
-        if generation == "12" and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
+        if gpu == 12 and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
             return "fp8_ds_mla"
         glm = architecture.startswith("GlmMoeDsa") and self.number >= (0, 33)
-        return "fp8_e4m3" if glm and generation == "10" and kv_cache_dtype == "auto" else kv_cache_dtype
+        return "fp8_e4m3" if glm and gpu == 10 and kv_cache_dtype == "auto" else kv_cache_dtype
 
     def takes_kv_dtype(self, kv_cache_dtype: str) -> bool:
         """Whether ``--kv-cache-dtype`` may be this."""

@@ -122,7 +122,11 @@ def test_experts_of_families_that_list_their_own_weights_are_shared_out(cli: Cli
     whole = cli(f"size {model} --seq 4096 --json").document["weights"]
     found = cli(f"size {model} --seq 4096 -tp 2 --enable-expert-parallel --json")
     assert found.code == 0
-    assert whole["per_gpu_bytes"] * 0.5 < found.document["weights"]["per_gpu_bytes"] < whole["per_gpu_bytes"] * 0.6
+    assert (
+        whole["per_gpu_bytes"] * 0.5
+        < found.document["weights"]["per_gpu_bytes"]
+        < whole["per_gpu_bytes"] * 0.6
+    )
 
 
 def test_experts_are_not_denied_where_the_weights_are_not_listed(cli: Cli) -> None:

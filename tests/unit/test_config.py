@@ -22,6 +22,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
 )
 from kvplan.core.model import ModelSpec, PositionScaling
+from kvplan.core.weights import Ranks
 from kvplan.errors import InputError
 from kvplan.hf_config import draft_layers
 
@@ -551,7 +552,7 @@ def test_files_beside_the_config_give_the_weights(tmp_path: Path) -> None:
     weights = load_model(path).weights
     assert (weights.source, weights.parameters, weights.stored_bytes) == ("safetensors", 1000, 2000)
     assert weights.total_bytes("bfloat16") == 2000
-    assert weights.per_gpu_bytes("bfloat16", 3, 4) == 667
+    assert weights.rank_bytes("bfloat16", Ranks(3, num_kv_heads=4)) == 667
 
 
 def test_a_float32_checkpoint_is_held_in_16_bits(tmp_path: Path) -> None:
@@ -572,7 +573,7 @@ def test_weights_of_an_unknown_format_are_known_from_files_only(tmp_path: Path) 
     weights = load_model(path).weights
     assert (weights.quantization, weights.total_bytes("bfloat16")) == ("magic", None)
     assert weights.why_unknown == 'quantization method "magic" is not known'
-    assert weights.per_gpu_bytes("bfloat16", 2, 4) is None
+    assert weights.rank_bytes("bfloat16", Ranks(2, num_kv_heads=4)) is None
     safetensors(tmp_path / "model.safetensors", 1000, "F8_E4M3")
     weights = load_model(path).weights
     assert weights.total_bytes("bfloat16") == 1000

@@ -50,18 +50,10 @@ def test_what_is_no_version_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "share", "graphs"),
-    [
-        ("0.8.5", 0.9, False),
-        ("0.19", 0.9, False),
-        ("0.20", 0.9, False),
-        ("0.21", 0.92, True),
-        ("0.33", 0.92, True),
-    ],
+    ("version", "share"), [("0.8.5", 0.9), ("0.19", 0.9), ("0.20", 0.9), ("0.21", 0.92), ("0.33", 0.92)]
 )
-def test_utilization_rose_when_graphs_began_to_count(version: str, share: float, graphs: bool) -> None:
+def test_utilization_rose_when_graphs_began_to_count(version: str, share: float) -> None:
     assert rules(version).gpu_memory_utilization == share
-    assert rules(version).subtracts_cuda_graphs is graphs
 
 
 def test_the_null_block_is_left_out_of_the_check_since_0_33() -> None:
@@ -187,6 +179,11 @@ def test_asynchronous_scheduling_by_way_of_drafting(version: str, method: str | 
 @pytest.mark.parametrize(
     ("version", "architecture", "method", "states", "experts", "second"),
     [
+        ("0.19", "Qwen3ForCausalLM", None, False, False, False),
+        ("0.24", "Qwen3ForCausalLM", None, False, False, True),
+        ("0.24", "Qwen2ForCausalLM", None, False, False, False),
+        ("0.26", "MixtralForCausalLM", None, False, True, False),
+        ("0.28", "MixtralForCausalLM", None, False, True, True),
         ("0.26", "LlamaForCausalLM", None, False, False, True),
         ("0.26", "LlamaForCausalLM", "eagle3", False, False, True),
         ("0.26", "LlamaForCausalLM", "ngram", False, False, False),
