@@ -122,6 +122,8 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
         step = compare_turn(plain, turn)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
+        if plain.is_livelocked or (step.is_dead and not queue):
+            assert plain.why_stuck() == fast.why_stuck()
         compare_pools(plain, fast, hashes, publish_at_once=publish_at_once)
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
         steps += taken
