@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 from random_scenarios import compare_engines
 
@@ -56,3 +58,34 @@ def test_a_prompt_fills_a_block_in_the_step_in_which_a_later_answer_does(
     ]
     settings = config(long_prefill_token_threshold=1, num_gpu_blocks=1 + usable)
     compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
+
+
+@pytest.mark.parametrize("first", range(0, 400, 50))
+def test_prompts_and_answers_that_fill_equal_blocks_side_by_side(first: int) -> None:
+    """As before, drawn: with preemptions in between, who stands first in the running list decides what is seen."""
+    for seed in range(first, first + 50):
+        rng = Random(seed)
+        offset, shared = rng.randint(3, 8), rng.randint(3, 9)
+        requests = [
+            ask("prompt", 0, rng.choice([1, 5]), ("s", 0, shared), ("o:g", 0, 10)),
+            *(ask(f"f{i}", rng.randint(0, 3), rng.randint(12, 18), (f"f{i}", 0, 1)) for i in range(2)),
+            ask("g", offset, 12, ("s", 0, shared)),
+            *(
+                ask(
+                    f"r{i}",
+                    offset + rng.randint(1, 6),
+                    rng.choice([1, 4]),
+                    ("s", 0, shared),
+                    ("o:g", 0, 1 + i),
+                )
+                for i in range(2)
+            ),
+        ]
+        settings = config(
+            long_prefill_token_threshold=rng.choice([1, 1, 2]),
+            num_gpu_blocks=rng.randint(11, 25),
+            policy=rng.choice(["fcfs", "priority"]),
+        )
+        requests.sort(key=lambda request: request.arrival)
+        for publish_at_once in (False, True):
+            compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
