@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn, why_stuck
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -58,11 +58,14 @@ class Vllm:
         live = len(self.running) + len(self.waiting)
         return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
 
-    def live(self) -> Iterator[tuple[str, int]]:
-        """Id and tokens so far, prompt included, of every live request."""
+    def why_stuck(self) -> str:
+        """As `VllmPlain.why_stuck`."""
+        return why_stuck(self.config, self.running, self.waiting, self._outgrown)
+
+    def live(self) -> Iterator[tuple[str, int, int]]:
+        """As `VllmPlain.live`."""
         for member in (*self.running, *self.waiting):
-            decoded = member.base + self.cohort.step + 1
-            yield member.id, decoded if member.decoding else member.num_tokens
+            yield member.id, self._num_tokens(member), max(member.high_water, self._computed(member))
 
     # Arrival
 
