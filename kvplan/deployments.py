@@ -111,11 +111,6 @@ def read_deployment(source: str, *, ignored_flags: Sequence[str] = ()) -> VllmCo
     return read_start(chosen.start, ignored_flags=ignored_flags, read_config=read_config)
 
 
-def deployment_path(source: str) -> str:
-    """The file that ``FILE#name`` means."""
-    return source.partition("#")[0]
-
-
 def _read(path: str) -> str:
     try:
         if path == "-":
@@ -330,7 +325,7 @@ class _Compose:
                 f"the command is longer than {MAX_SCRIPT >> 10} KiB", where=str(node.place), hint="shorten it"
             )
         locate = word.locate
-        assert locate is not None, "set by _word"
+        assert locate is not None, "a file's words have places"
         return tuple(self._interpolate(one) for one in split_words(word.text, locate, self._file.name))
 
     def _environment(self, node: Node) -> dict[str, Word]:

@@ -29,7 +29,7 @@ from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
-from kvplan.core.rotary import rotary_elements
+from kvplan.core.rotary import position_scalings, rotary_elements
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError, unknown_name
 
@@ -49,7 +49,13 @@ _MAX_COUNT = 10**7
 _MAX_LENGTH = 10**9
 _MAX_PARAMETERS = 10**15
 
-_LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attention_chunk_size"}
+_LENGTHS = {
+    "attention_chunk_size",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "sliding_window",
+    "vocab_size",
+}
 #: What a model with a tower calls the config of its language model; omni models nest twice.
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _COUNTS = {
@@ -261,6 +267,7 @@ _SPEC_NAMES = {
 #: Overrides that leave a total known from files or the catalogue true.
 _WEIGHT_NEUTRAL = (
     {"dtype", "max_position_embeddings", "parameters", "quantization_config", "family", "hf_id", "source"}
+    | {"original_max_position_embeddings"}
     | _LISTS
     | {"sliding_window", "use_sliding_window", "max_window_layers", "rope_scaling", "attention_chunk_size"}
     | {"use_cla", "mamba_ssm_dtype", "mamba_ssm_cache_dtype", "index_topk_freq", "index_skip_topk_offset"}
@@ -274,9 +281,6 @@ _TELLING_NOTHING = r"_dropout|_bias|^output_|rotary|rope|vision|audio|image|vide
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-#: Kinds of rotary embedding that do not stretch the context (transformers 5.24.0,
-#: modeling_rope_utils.py; "mrope" only splits positions into three).
-_ROPE_NOT_SCALED = {"default", "mrope", "proportional"}
 
 
 _BRIEF = reprlib.Repr()
@@ -341,7 +345,6 @@ def spec_from_config(
         head_dim=number(fields, "head_dim"),
         vocab_size=number(fields, "vocab_size"),
         max_position_embeddings=number(fields, "max_position_embeddings") or None,
-        rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
         weights=weights._replace(rotary_elements=rotary_elements(architecture.family, fields)),
@@ -352,6 +355,8 @@ def spec_from_config(
         mlp=mlp_of(architecture.layout, fields, has_experts=weights.has_experts),
         kv_cache_dtype=_stored_kv_dtype(fields),
         mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
+        position_scalings=position_scalings(fields),
+        original_max_position_embeddings=number(fields, "original_max_position_embeddings") or None,
     )
 
 
@@ -768,21 +773,6 @@ def _stored_kv_dtype(fields: Mapping[str, object]) -> str | None:
         return None
     algo = inner.get("kv_cache_quant_algo") or settings.get("kv_cache_quant_algo")
     return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(algo.lower()) if isinstance(algo, str) else None
-
-
-def _is_rope_scaled(fields: Mapping[str, object]) -> bool:
-    """Whether rotary positions are stretched beyond what the model was trained on."""
-    for name in ("rope_scaling", "rope_parameters"):
-        settings = fields.get(name)
-        if not isinstance(settings, Mapping):
-            continue
-        # Gemma nests one setting for each kind of layer.
-        nested = [value for value in settings.values() if isinstance(value, Mapping)]
-        for one in (settings, *nested):
-            kind = one.get("rope_type", one.get("type"))
-            if isinstance(kind, str) and kind not in _ROPE_NOT_SCALED:
-                return True
-    return False
 
 
 def _served_dtype(fields: Mapping[str, object], stored: StoredWeights | None) -> str:

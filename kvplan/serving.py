@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
-from kvplan.core.engine_sizing import EngineRules, engine_sizing
+from kvplan.core.engine_rules import EngineRules
+from kvplan.core.engine_sizing import engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
@@ -37,7 +38,7 @@ from kvplan.core.sizing import (
     plan_capacity,
     weight_sizes,
 )
-from kvplan.core.weights import DTYPE_BYTES
+from kvplan.core.weights import DTYPE_BYTES, Ranks
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
 
@@ -89,7 +90,7 @@ def serve(
     kept = _calibration(options)
     served = _plan(spec, gpu, engine, deployment, budget, kept, resolver, warnings)
     if options.max_model_len == "auto" and served.capacity is not None:
-        longest = served.capacity.max_model_len_that_fits
+        longest = min(served.capacity.max_model_len_that_fits, deployment.max_model_len)
         if longest:
             resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
             deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
@@ -275,7 +276,7 @@ def _deployment(
     options: ServingOptions = resolver.options
     default = f"default of {engine.name} {engine.version}".rstrip()
     caches = [item.cache for item in spec.layers]
-    length = _max_model_len(spec, resolver, warnings)
+    length = _max_model_len(spec, rules, resolver, warnings)
     memory = size_in_bytes(options.gpu_memory, "gpu_memory") or (gpu.memory_bytes if gpu else None)
     batch, seqs = choose_batch_limits(
         resolver,
@@ -491,7 +492,7 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
     resolver.choose("speculative_model", draft, "default")
     model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
-    weights = model.weights.per_gpu_bytes(model.dtype, tensor, model.num_kv_heads)
+    weights = model.weights.rank_bytes(model.dtype, Ranks(tensor, num_kv_heads=model.num_kv_heads))
     if weights is None:
         raise InputError(
             f"the size of the draft's weights is not known: {model.weights.why_unknown}",
@@ -531,29 +532,38 @@ def choose_batch_limits(
     return batch, resolver.choose("max_num_seqs", seqs, source)
 
 
-def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
-    """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
-    longest = spec.max_position_embeddings
+def _max_model_len(spec: ModelSpec, rules: EngineRules, resolver: Resolver[Any], warnings: list[str]) -> int:
+    """The longest sequence that the engine serves; ``auto`` is left at its default here."""
+    lengths, given = rules.lengths(spec), resolver.options.max_model_len
     asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
-    if longest is None and asked is not None and resolver.options.max_model_len is None:
-        return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
-    if longest is None and resolver.options.max_model_len in (None, "auto"):
-        raise InputError(
-            "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
-        )
-    length: int | str | None = resolver.choose("max_model_len", longest, "the model's maximum")
-    if not isinstance(length, int):
-        assert longest is not None, "checked above"
-        return longest
-    if longest is not None and length > longest:
-        if not spec.rope_scaled:
+    if lengths is None:
+        if asked is not None and given is None:
+            return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
+        if not isinstance(given, int):
             raise InputError(
-                f"max_model_len {length:,} is beyond the model's maximum of {longest:,} tokens",
-                where="--max-model-len",
-                hint=f"use at most {longest}; the engine refuses more unless the model scales its positions",
+                "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
             )
+        return resolver.choose("max_model_len", given, "--max-model-len")
+    default, most = lengths
+    length: int | str = resolver.choose("max_model_len", default, "the model's maximum")
+    if not isinstance(length, int):
+        return default
+    if length > most:
+        raise InputError(
+            f"max_model_len {length:,} is beyond the {most:,} tokens that the engine lets the model have",
+            where="--max-model-len",
+            hint=f"use at most {most}; --set max_position_embeddings={length} plans what "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 would let through",
+        )
+    if given is None and default < most:
         warnings.append(
-            f"max_model_len {length:,} is beyond the model's {longest:,} tokens: rope scaling is set"
+            f"the engine starts at the {default:,} tokens before LongRoPE stretches positions; --max-model-len lets "
+            f"sequences have up to {most:,}"
+        )
+    elif spec.max_position_embeddings is not None and length > spec.max_position_embeddings:
+        warnings.append(
+            f"max_model_len {length:,} is beyond the model's {spec.max_position_embeddings:,} tokens: positions are "
+            "stretched"
         )
     return length
 

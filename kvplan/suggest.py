@@ -6,13 +6,12 @@ Every candidate goes through `kvplan.serving`, so a suggestion's effect is what 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import NamedTuple
 
-from kvplan.core.gpu import Gpu
+from kvplan.core.gpu import Gpu, capability
 from kvplan.core.kv_cache import KV_DTYPE_BYTES
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import Capacity
@@ -408,10 +407,8 @@ def _has_fp8(gpu: Gpu | None) -> bool:
     """Whether the GPU computes in fp8: from compute capability 8.9 on, elsewhere where a rate is known."""
     if gpu is None:
         return True
-    number = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", gpu.compute_capability or "")
-    if number is None:
-        return gpu.flops_fp8 is not None
-    return (int(number[1]), int(number[2])) >= (8, 9)
+    number = capability(gpu.compute_capability)
+    return gpu.flops_fp8 is not None if number is None else number >= (8, 9)
 
 
 def _written(name: str, value: object) -> str:

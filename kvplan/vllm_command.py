@@ -184,7 +184,7 @@ class _Reader:
         name, equals, inline = word.text.partition("=")
         head, *keys = name.split(".")
         value = word._replace(text=inline) if equals else self._value(left, word)
-        self._known(word._replace(text=head), left)
+        self._known(word._replace(text=head))
         self._told(value, name)
         if keys and keys[-1].endswith("+"):
             keys[-1] = keys[-1][:-1]
@@ -202,7 +202,7 @@ class _Reader:
             [*before, *content] if isinstance(before, list) and isinstance(content, list) else content
         )
 
-    def _known(self, word: Word, left: deque[Word]) -> None:
+    def _known(self, word: Word) -> None:
         if look_up(word.text) is None and canonical(word.text) not in self.ignore:
             raise self.unhandled(word, word.text)
 

@@ -190,7 +190,7 @@ def _run(
     events_detail: bool,
 ) -> SimulateResult:
     """Run with the observers that the outputs need; files appear when all is done."""
-    from kvplan.output import EventWriter, RequestWriter, Timeline, whole_file
+    from kvplan.output import EventWriter, RequestWriter, whole_file
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
@@ -201,6 +201,8 @@ def _run(
             file = outputs.enter_context(whole_file(events))
             observers.append(EventWriter(file, scale, detail=events_detail))
         if timeline is not None:
+            from kvplan.timeline import Timeline  # only such runs draw
+
             columns = Timeline(timeline, simulation.usable_blocks, scale)
             turns.append(outputs.enter_context(columns.writing()))
         if sys.stderr.isatty():

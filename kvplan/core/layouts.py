@@ -30,9 +30,8 @@ def mlp_of(layout: Layout | None, config: Config, *, has_experts: bool) -> Mlp |
     experts = layout.experts if layout else None
     used = number(config, "num_experts_per_tok") or number(config, "top_k_experts")
     layers = number(config, "num_hidden_layers")
-    sparse = layers if has_experts or (used and not layout) else 0
-    if experts:
-        sparse = len([*experts.layers(config)])
+    routed = layers if has_experts or (used and not layout) else 0
+    sparse = len([*experts.layers(config)]) if experts else routed
     width = config.get("intermediate_size")
     dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
     if not sparse and not dense:

@@ -13,8 +13,10 @@ import re
 from dataclasses import dataclass
 
 from kvplan.core.deployment import Margin
+from kvplan.core.gpu import capability
 from kvplan.core.kv_cache import STATES
 from kvplan.core.model import ModelSpec
+from kvplan.core.vllm_rules import VllmRules
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
 
@@ -96,22 +98,21 @@ def estimate_overhead(
     compute_capability: str | None = "9.0",
     num_sms: int | None = 132,
     multimodal: bool | None = None,
-    uses_v2_runner: bool | None = None,
 ) -> Overhead:
     """Memory that the engine measures at its start, on each GPU of the last pipeline stage, in bytes.
 
     ``version`` is vLLM's, such as ``0.19`` or ``0.19.1``; ``dtype`` that of the model unless given. ``multimodal``:
-    inputs other than text are profiled too; None: as the architecture's name says. ``uses_v2_runner``: which of the
-    two model runners; None: the version's default for this model. ``compute_capability`` and ``num_sms`` are the
-    GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
+    inputs other than text are profiled too; None: as the architecture's name says. ``compute_capability`` and
+    ``num_sms`` are the GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
     """
     release = _release(version)
     sequences = min(max_num_seqs, max_num_batched_tokens)
     width = DTYPE_BYTES[dtype or spec.dtype]
-    modern = _capability(compute_capability) >= 90
+    number = capability(compute_capability) or (0, 0)
+    modern = number >= (9, 0)
     if multimodal is None:
         multimodal = spec.architecture.endswith("ForConditionalGeneration")
-    v2 = runs_on_v2(spec, release) if uses_v2_runner is None else uses_v2_runner
+    v2 = _runs_on_v2(spec, release)
 
     hidden = max_num_batched_tokens * spec.hidden_size * width
     kept = _CUBLAS_HOPPER if modern else _CUBLAS_OLDER
@@ -149,7 +150,7 @@ def estimate_overhead(
         release,
         tensor_parallel_size,
         pipeline_parallel_size,
-        fused=modern and _capability(compute_capability) < 120,
+        fused=modern and number < (12, 0),
     )
     runtime = (_CONTEXT_FROM_0_18 if release >= (0, 18) else _CONTEXT)[modern] + communication
     cuda_graphs = graphs if counted else 0
@@ -171,32 +172,14 @@ def estimate_overhead(
     )
 
 
-def runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
-    """Whether the version's default for this model is the second model runner.
-
-    config/vllm.py ``use_v2_model_runner``: a list of architectures in 0.24 (0.23 fits a log), dense models without
-    states and a few others in 0.26, all in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed.
-    """
-    if release < (0, 23):
-        return False
-    if release < (0, 25):
-        return spec.architecture in _V2_FROM_0_23
-    if release >= (0, 28):
-        return True
-    has_states = any(isinstance(item.cache, STATES) for item in spec.layers)
-    return not has_states and (not spec.has_experts or spec.architecture in _V2_FROM_0_23)
-
-
-_V2_FROM_0_23 = frozenset(
-    {
-        "Qwen3ForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "GraniteMoeForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-    }
-)
+def _runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
+    """Whether the version's default for this model is the second model runner; a draft is left out of account."""
+    return VllmRules(release).runner_v2(
+        spec.architecture,
+        None,
+        has_states=any(isinstance(item.cache, STATES) for item in spec.layers),
+        has_experts=spec.has_experts,
+    )
 
 
 def num_capture_sizes(largest: int) -> int:
@@ -292,9 +275,3 @@ def _release(version: str) -> tuple[int, int]:
             hint="write one such as 0.19 or 0.33.0",
         )
     return int(match.group(1)), int(match.group(2))
-
-
-def _capability(text: str | None) -> int:
-    """``"9.0"`` as 90; 0 where it is not known."""
-    match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", text or "")
-    return int(match.group(1)) * 10 + int(match.group(2)) if match else 0

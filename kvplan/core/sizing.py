@@ -13,14 +13,13 @@ from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
+from kvplan.core.deployment import MARGINS, Deployment, Margin, pipeline_stages
 from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
 from kvplan.core.kv_pool import Pool
 from kvplan.core.lora import lora_bytes
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.weights import Ranks
-from kvplan.core.weights import Stage as WeightStage
+from kvplan.core.weights import Ranks, Stage
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -260,19 +259,8 @@ class Plan:
 
 def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int | None:
     """Bytes of weights on the largest rank of a stage, a draft's included; None if unknown."""
-    alone = deployment.pipeline_parallel_size == 1
-    held = spec.weights.rank_bytes(
-        deployment.dtype,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        num_kv_heads=spec.num_kv_heads,
-        data_parallel_size=deployment.data_parallel_size,
-        enable_expert_parallel=deployment.enable_expert_parallel,
-        first_layer=stage.first,
-        end_layer=None if alone else stage.end,
-        is_first=stage.is_first,
-        is_last=stage.is_last,
-        drafts=deployment.speculative_method == "mtp",
-    )
+    drafts = deployment.speculative_method == "mtp"
+    held = spec.weights.rank_bytes(deployment.dtype, _ranks(spec, deployment), stage, drafts=drafts)
     if held is None:
         return None
     return held + (deployment.draft_weights_bytes if stage.is_last else 0)
@@ -317,18 +305,8 @@ def stage_extras(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int:
         spec.family,
         deployment.dtype,
         deployment.lora,
-        ranks=Ranks(
-            deployment.tensor_parallel_size,
-            deployment.data_parallel_size,
-            deployment.enable_expert_parallel,
-            spec.num_kv_heads,
-        ),
-        stage=WeightStage(
-            stage.first,
-            None if deployment.pipeline_parallel_size == 1 else stage.end,
-            stage.is_first,
-            stage.is_last,
-        ),
+        ranks=_ranks(spec, deployment),
+        stage=stage,
     )
     if slots is None:
         raise InputError(
@@ -337,6 +315,16 @@ def stage_extras(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int:
             hint="leave it out, and a margin for them",
         )
     return extra + slots
+
+
+def _ranks(spec: ModelSpec, deployment: Deployment) -> Ranks:
+    """How the ranks of a stage share weights."""
+    return Ranks(
+        deployment.tensor_parallel_size,
+        deployment.data_parallel_size,
+        deployment.enable_expert_parallel,
+        spec.num_kv_heads,
+    )
 
 
 class Budget(NamedTuple):

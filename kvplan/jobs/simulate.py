@@ -448,7 +448,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     _check_simulated(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
-        length = capacity.max_model_len_that_fits
+        length = min(length, capacity.max_model_len_that_fits)
     if capacity.usable_blocks == 0 or length == 0:
         raise DoesNotFit(
             f"the engine would not start: {capacity.reason}",

@@ -157,9 +157,9 @@ def test_names_of_a_deployment_are_shown_literally(cli: Cli, folder: Path) -> No
 
 
 def test_overrides_of_the_command_reach_the_model(cli: Cli) -> None:
-    overrides = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "num_hidden_layers": 4}'
+    overrides = '{"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 4}'
     command = f"vllm serve llama-2-13b --hf-overrides '{overrides}' --max-model-len 16384"
     outcome = cli("size --json --vllm-command", command)
     assert outcome.code == 0, outcome.err
     assert outcome.document["model"]["num_layers"] == 4
-    assert "rope scaling is set" in outcome.err
+    assert "positions are stretched" in outcome.err

@@ -63,7 +63,6 @@ def toy(
         head_dim=8,
         vocab_size=100,
         max_position_embeddings=longest,
-        rope_scaled=False,
         dtype="float16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(parameters, "config"),
