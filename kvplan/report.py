@@ -596,7 +596,9 @@ def _limit(result: SizeResult) -> str:
     assert capacity is not None, "asked of results with a budget"
     rank = capacity.ranks[capacity.limiting_rank]
     stage = (
-        f" of stage {capacity.limiting_rank}, which has the fewest blocks" if len(capacity.ranks) > 1 else ""
+        f" of stage {capacity.limiting_rank} (the one with the fewest blocks)"
+        if len(capacity.ranks) > 1
+        else ""
     )
     if capacity.overhead_bytes is not None and capacity.available_kv_bytes < 0:
         return (

@@ -777,6 +777,8 @@ def _divided(count: int, form: CacheFormat, what: str) -> int:
 
 
 def _v4_row_bytes(head_dim: int, form: CacheFormat) -> int:
+    if not _is_packed(form) and form.kv_cache_dtype not in _ELEMENT_BYTES:
+        raise _no_form(form.kv_cache_dtype, "compressed latent attention")
     return _V4_LATENT_BYTES if _is_packed(form) else head_dim * form.element_bytes
 
 
@@ -785,7 +787,8 @@ def _v4_alignment(form: CacheFormat) -> int:
 
 
 def _is_packed(form: CacheFormat) -> bool:
-    return form.kv_cache_dtype in _LATENT_PACKED
+    """Whether compressed latents are in their own form (models/deepseek_v4/attention.py)."""
+    return form.kv_cache_dtype == "fp8_ds_mla"
 
 
 def _cdiv(a: int, b: int) -> int:

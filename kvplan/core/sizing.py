@@ -461,7 +461,7 @@ def _stage_blocks(
                 )
             used = held + stage_extras(plan.spec, deployment, stage) + budget.overheads[i].total(margin)
             available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
-            unused = budget.gpu.memory_bytes - used - available
+            unused = max(0, budget.gpu.memory_bytes - used - available)
         share = plan.pool.share(available, stage)
         found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences, unused))
     return found

@@ -291,7 +291,7 @@ class VllmRules(NamedTuple):
         if asked == "auto" and spec.kv_cache_dtype is not None:
             chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
         if any(isinstance(cache, CompressedLatent) for cache in caches):
-            if asked in ("auto", "fp8", "fp8_e4m3"):
+            if asked == "auto" or asked.startswith("fp8"):
                 chosen, why = "fp8_ds_mla", "the form of compressed latents"
         elif any(isinstance(cache, SparseIndexer) for cache in caches):
             packed = self.sparse_latent_dtype(chosen, compute_capability, spec.architecture)

@@ -134,3 +134,25 @@ def test_experts_are_not_denied_where_the_weights_are_not_listed(cli: Cli) -> No
     refused = cli("size llama-3.1-8b --seq 4096 -tp 2 --enable-expert-parallel")
     assert refused.code == 2
     assert "has no experts" in refused.err
+
+
+@pytest.mark.parametrize("form", ["int4_per_token_head", "nvfp4", "nvfp4_ds_mla"])
+def test_compressed_latents_refuse_forms_that_they_do_not_have(cli: Cli, form: str) -> None:
+    refused = cli(f"size deepseek-v4-flash --seq 4096 --kv-cache-dtype {form}")
+    assert refused.code == 2
+    assert f"has no KV cache of the form {form} (--kv-cache-dtype)" in refused.err
+
+
+def test_fp8_of_compressed_latents_is_their_own_form(cli: Cli) -> None:
+    # vLLM 0.33 models/deepseek_v4/attention.py: whatever starts with fp8 is fp8_ds_mla.
+    found = [
+        cli(f"size deepseek-v4-flash --seq 4096 --json --kv-cache-dtype {form}").document["kv"]
+        for form in ("auto", "fp8", "fp8_e5m2")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["dtype"] == "fp8_ds_mla"
+
+
+def test_nothing_is_left_to_others_where_the_weights_take_more_than_there_is(cli: Cli) -> None:
+    found = cli("size command-r --gpu p100-16gb -pp 2 --engine tensorrt-llm --json").document
+    assert found["capacity"]["unused_bytes"] == 0
