@@ -10,7 +10,9 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -33,8 +35,11 @@ if TYPE_CHECKING:
 _NARROWEST = 20
 #: Results that have room as columns beside each other; more are rows.
 _MOST_BESIDE = 3
-#: Characters of the longest bar.
+#: Characters of the longest bar, and of the narrowest terminal that has room for it.
 _BAR = 24
+_NARROWEST_BAR = 72
+#: Longer words, such as paths, may be cut.
+_LONGEST_WORD = 32
 
 
 class Report:
@@ -90,7 +95,7 @@ class Report:
                 format_count(capacity.concurrent_sequences),
                 format_share(capacity.headroom_share),
             )
-        self.console.print(table)
+        self._show(table)
         for result in results:
             self._changes(result, f"{result.gpu.count} x {result.gpu.name}" if result.gpu else "")
 
@@ -143,7 +148,7 @@ class Report:
             table.add_row(literal(str(suggestion["change"])), literal(str(suggestion["effect"])))
         if where:
             self._say(where)
-        self.console.print(table)
+        self._show(table)
 
     def _memory(self, result: SizeResult) -> None:
         """Where the memory of the limiting GPU goes."""
@@ -179,9 +184,9 @@ class Report:
             parts.insert(1, ("rotary tables, LoRA", rank.extra_bytes, ""))
         whole = max(gpu.memory_bytes, sum(size for _, size, _ in parts if size > 0))
         for label, size, note in (*parts, ("in all", gpu.memory_bytes, "")):
-            bar = mark * max(0, round(size / whole * _BAR))
+            bar = mark * (max(0, round(size / whole * _BAR)) if self.console.width >= _NARROWEST_BAR else 0)
             table.add_row(label, _gib(size), Text(bar, style="cyan"), note)
-        self.console.print(table)
+        self._show(table)
 
     def _facts(self, results: Sequence[SizeResult]) -> None:
         """Figures of each result in a column; what only some have is a dash in the others."""
@@ -190,7 +195,7 @@ class Report:
         table = _table("", *(literal(_title(result, results)) for result in results))
         for label in labels:
             table.add_row(label, *(column.get(label, "-") for column in columns))
-        self.console.print(table)
+        self._show(table)
 
     def _compared(self, results: Sequence[SizeResult]) -> None:
         """A row for each result, and below the table why some do not fit."""
@@ -210,7 +215,7 @@ class Report:
                 _gib(result.weights.total_bytes),
                 *(_capacity_cells(result.capacity) if has_budget else ()),
             )
-        self.console.print(table)
+        self._show(table)
         for result in results:
             if result.capacity is not None and not result.capacity.fits:
                 self._say(f"{literal(_title(result, results))} does not fit: {_limit(result)}")
@@ -241,7 +246,7 @@ class Report:
                     _gib(rank.replicated_weights_bytes),
                     f"{rank.replicated_bytes_per_token:,}",
                 )
-        self.console.print(table)
+        self._show(table)
 
     def _groups(self, result: SizeResult) -> None:
         """Groups of layers with block tables of their own, where there are several."""
@@ -258,7 +263,7 @@ class Report:
                 "several" if group.page_bytes is None else f"{group.page_bytes:,}",
                 f"{group.blocks_per_sequence:,}",
             )
-        self.console.print(table)
+        self._show(table)
 
     # simulate
 
@@ -276,7 +281,7 @@ class Report:
                 "this run",
                 f"{p.wall_s:.2f} s wall, {p.cpu_s:.2f} s CPU, peak {format_bytes(p.peak_rss_bytes)}",
             )
-        self.console.print(table)
+        self._show(table)
         if result.preemptions.events:
             self._preemptions(result)
         latency = result.latency
@@ -292,7 +297,7 @@ class Report:
             ("E2E", latency.e2e_s),
         ):
             times.add_row(label, *_distribution(d))
-        self.console.print(times)
+        self._show(times)
         if latency.model["calibration"]:
             self._say(
                 f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
@@ -317,7 +322,7 @@ class Report:
                 format_count(case.found_tokens),
                 "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
             )
-        self.console.print(table)
+        self._show(table)
 
     def min_blocks(self, least: MinBlocks) -> None:
         """The smallest pool that was found to meet a goal."""
@@ -343,8 +348,10 @@ class Report:
                     Text("pass", style="green") if verdict.passed else Text("FAIL", style="bold red"),
                 )
                 name = ""
-        self.console.print(table)
-        self._say(f"{report.passed} of {len(report.checks)} checks pass")
+        self._show(table)
+        self._say(
+            f"{report.passed} of {len(report.checks)} {'check passes' if len(report.checks) == 1 else 'checks pass'}"
+        )
 
     # audit
 
@@ -366,7 +373,7 @@ class Report:
                 Text(_audit_difference(line), style="" if line.agrees is not False else "bold red"),
                 str(line.line),
             )
-        self.console.print(table)
+        self._show(table)
         if log.refusal is not None:
             self._say(f"the engine gave up (line {log.refusal.line}): {literal(log.refusal.value)}")
         for line in result.lines:
@@ -377,7 +384,8 @@ class Report:
             self._say(f"ours are estimates, judged in their sum: {', '.join(estimates)}")
         compared = sum(line.agrees is not None for line in result.lines)
         if compared:
-            self._say(f"{compared - result.differing} of {compared} terms agree")
+            agree = "terms agree" if compared > 1 else "term agrees"
+            self._say(f"{compared - result.differing} of {compared} {agree}")
         else:
             self._say("no term can be compared")
 
@@ -385,19 +393,24 @@ class Report:
 
     def models(self, models: Sequence[ModelSpec]) -> None:
         """The catalogue of models."""
-        table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention", keep_first=True)
+        table = _table(
+            "model", "10^9 params", "layers", "KV heads", "max tokens", "attention", keep_first=True
+        )
+        table.columns[-1].justify = "left"
         for m in models:
             parameters = m.weights.parameters
-            kinds = [(cache.kind, count) for cache, count in m.attention]
+            kinds: Counter[str] = Counter()
+            for cache, count in m.attention:
+                kinds[cache.kind.replace("_", " ")] += count
             table.add_row(
                 literal(m.name),
                 "unknown" if parameters is None else f"{parameters / 1e9:,.2f}",
                 str(m.num_layers),
                 f"{m.num_kv_heads} x {m.head_dim}",
                 format_count(m.max_position_embeddings),
-                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds),
+                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds.items()),
             )
-        self.console.print(table)
+        self._show(table)
 
     def gpus(self, gpus: Sequence[Gpu]) -> None:
         """The catalogue of GPUs."""
@@ -411,7 +424,7 @@ class Report:
                 _in_units(g.flops_fp8, 10**12),
                 _in_units(g.interconnect_bytes_per_s, 10**9),
             )
-        self.console.print(table)
+        self._show(table)
         self._say("Dense tensor-core rates; the link counts both directions; ? is unknown.")
 
     def record(self, fields: dict[str, object]) -> None:
@@ -429,10 +442,53 @@ class Report:
             else:
                 text = "unknown" if value is None else str(value)
             table.add_row(name, literal(text))
+        self._show(table)
+
+    def _show(self, table: Table) -> None:
+        """Print a table; where its words do not fit beside each other, row by row below each other.
+
+        Rich shrinks the widest column first, into the middle of words. Here each column gets its longest word, and
+        what is left is shared out evenly, the least lacking first.
+        """
+        columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
+        lines = [max(map(cell_len, column)) for column in columns]
+        least = [
+            line if column.no_wrap else _longest_word(texts)
+            for line, column, texts in zip(lines, table.columns, columns, strict=True)
+        ]
+        whole = Measurement.get(self.console, self.console.options.update_width(10_000), table).maximum
+        spare = self.console.width - (whole - sum(lines)) - sum(least)
+        if spare < 0:
+            self._show_rows(columns)
+            return
+        by_lack = sorted(range(len(columns)), key=lambda i: lines[i] - least[i])
+        for done, i in enumerate(by_lack):
+            more = min(lines[i] - least[i], spare // (len(columns) - done))
+            table.columns[i].width, spare = least[i] + more, spare - more
         self.console.print(table)
+
+    def _show_rows(self, columns: Sequence[Sequence[str]]) -> None:
+        """A table of texts, row by row: the first cell, and below it each other one with the name of its column."""
+        names = [column[0] for column in columns]
+        self.console.print()
+        if names[0]:
+            self._say(names[0], style="bold")
+        for first, *cells in zip(*(column[1:] for column in columns), strict=True):
+            self._say(first)
+            for name, cell in zip(names[1:], cells, strict=True):
+                if cell.strip():
+                    self._say(f"  {name}: {cell}" if name and len(cells) > 1 else f"  {cell}")
 
     def _say(self, text: str, *, style: str = "") -> None:
         self.console.print(Text(text, style=style))
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    return min(max((cell_len(word) for text in texts for word in text.split()), default=0), _LONGEST_WORD)
 
 
 def _flat(item: object) -> str:
