@@ -277,7 +277,7 @@ def _deployment(
     default = f"default of {engine.name} {engine.version}".rstrip()
     caches = [item.cache for item in spec.layers]
     length = _max_model_len(spec, rules, resolver, warnings)
-    memory = size_in_bytes(options.gpu_memory, "gpu_memory") or (gpu.memory_bytes if gpu else None)
+    memory = _memory_bytes(gpu, options)
     batch, seqs = choose_batch_limits(
         resolver,
         rules,
@@ -307,7 +307,7 @@ def _deployment(
     conv_dtype, state_dtype = rules.state_dtypes(caches)
     eager = resolver.choose("enforce_eager", False, default)
     share = rules.memory_share(
-        memory_bytes=_memory_bytes(gpu, options),
+        memory_bytes=memory,
         ranks=ranks.tensor * ranks.pipeline,
         max_num_batched_tokens=batch,
         enforce_eager=eager,
@@ -490,7 +490,7 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
             hint="give --speculative-model",
         )
     resolver.choose("speculative_model", draft, "default")
-    model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
+    model = load_model(draft, catalogue=options.catalogue, where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
     weights = model.weights.rank_bytes(model.dtype, Ranks(tensor, num_kv_heads=model.num_kv_heads))
     if weights is None:
@@ -671,7 +671,3 @@ def _gpu_budget(gpu: Gpu | None, options: ServingOptions, deployment: Deployment
             f"the memory of {gpu.name} is not known", where="--gpu", hint="give --gpu-memory, such as 80GiB"
         )
     return GpuBudget(gpu.name, deployment.gpus, gpu.memory_bytes, gpu.memory_source or "catalogue")
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
