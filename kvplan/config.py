@@ -24,8 +24,6 @@ from kvplan.errors import InputError, unknown_name
 from kvplan.hf_config import CATALOGUE_FIELDS, Origin, draft_layers, spec_from_config
 from kvplan.safe_yaml import parse_value
 
-__all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
-
 #: The largest config.json seen is below a megabyte; parsed JSON may take twenty times its text.
 _MAX_CONFIG_BYTES = 4 << 20
 _YAML_SUFFIXES = (".yaml", ".yml")

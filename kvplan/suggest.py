@@ -298,8 +298,7 @@ class _Search:
     @property
     def _memory_decides(self) -> bool:
         """Whether the pool is what the budget leaves, not given."""
-        deployment = self._deployment
-        return deployment.kv_cache_memory_bytes is None and deployment.num_gpu_blocks_override is None
+        return not self._deployment.pool_is_given
 
     def _utilizations(self, base: Flags) -> Sequence[Flags]:
         if not self._memory_decides:

@@ -62,6 +62,11 @@ class Deployment(NamedTuple):
         return self.cache.tensor_parallel_size
 
     @property
+    def pool_is_given(self) -> bool:
+        """Whether the size of the pool is given, so that no estimate decides."""
+        return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
+
+    @property
     def gpus(self) -> int:
         """GPUs of the whole deployment."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size

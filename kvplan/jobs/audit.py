@@ -13,19 +13,18 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
-from kvplan.config import load_model, resource
+from kvplan.config import load_model
 from kvplan.core.kept_layers import row_bytes
 from kvplan.core.kv_cache import STATES, SlidingWindow
 from kvplan.core.vllm_rules import NEWEST, nearest_rules
+from kvplan.data import resource
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
 from kvplan.likely_causes import (
     DERIVED,
-    SAME_WEIGHTS,
     Case,
     Derived,
     Unit,
@@ -34,6 +33,7 @@ from kvplan.likely_causes import (
     needed_bytes,
     needed_cause,
     pool_cause,
+    weights_agree,
     weights_cause,
 )
 from kvplan.log_budget import GRAPHS, calibration_of, most, own_sum, pool_memory
@@ -110,7 +110,7 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
     case = sized = None
     lines: list[AuditLine] = []
     if name is not None:
-        spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+        spec = load_model(name, catalogue=options.catalogue, overrides=options.set)
         longest, served_length = spec.max_position_embeddings, given.max_model_len
         if longest is not None and isinstance(served_length, int) and served_length > longest:
             notes.append(
@@ -196,7 +196,7 @@ def _first_engines_batch(log: StartupLog) -> int | None:
 def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) -> Case | None:
     """Our plan with the log's settings; None where we have none. Settings that we cannot follow are left out."""
     gpu, count = find_gpu(options.gpu)
-    spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+    spec = load_model(name, catalogue=options.catalogue, overrides=options.set)
     while True:
         try:
             return Case(log, name, options, serve(spec, Resolver(options), gpu=gpu, gpu_count=count))
@@ -233,7 +233,7 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     ]
     known = {
         _slug(one.rpartition("/")[2]): one
-        for one in entry_names(read_catalogue(_path(options.models) or resource("models.yaml")))
+        for one in entry_names(read_catalogue(options.catalogue or resource("models.yaml")))
     }
     for text in names:
         cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", text)  # a folder of the Hugging Face cache
@@ -243,7 +243,7 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
             if candidate is None or candidate.lower().endswith(".gguf"):
                 continue
             try:
-                load_model(candidate, catalogue=_path(options.models), overrides=options.set)
+                load_model(candidate, catalogue=options.catalogue, overrides=options.set)
             except InputError:
                 continue  # the next spelling may be known
             return candidate
@@ -275,10 +275,6 @@ def _slug(name: str) -> str:
 
 #: Characters of a model's name that matter.
 _LONGEST_NAME = 200
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _compare(case: Case) -> Iterator[AuditLine]:
@@ -426,15 +422,12 @@ def _compare_budget(case: Case) -> Iterator[AuditLine]:
 
 
 def _weights_line(case: Case, weights: Figure) -> AuditLine:
-    """Weights agree within a hundredth: engines count buffers and the allocator's rounding in.
-
-    Ours are those of the stage that comes nearest, with what is loaded beside them.
-    """
+    """Ours are those of the stage that comes nearest, with what is loaded beside them."""
     ours = nearest(case.loaded(), weights.value)
     if ours is None:
         return _line("weights", weights, None)
-    near = abs(weights.value - ours) * SAME_WEIGHTS <= ours
-    return _line("weights", weights, ours, agrees=near, cause=weights_cause(case, weights, ours))
+    agrees = weights_agree(weights, ours)
+    return _line("weights", weights, ours, agrees=agrees, cause=weights_cause(case, weights, ours))
 
 
 # SGLang and TensorRT-LLM: a pool of tokens

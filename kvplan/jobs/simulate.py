@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import Literal, cast
 
 from kvplan.config import load_model
@@ -436,7 +435,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         resolver.choose("gpu", gpu_text, "default")
     spec = load_model(
         model,
-        catalogue=Path(options.models) if options.models else None,
+        catalogue=options.catalogue,
         overrides=options.set,
         where="--model",
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from kvplan.config import list_gpus, load_model
 from kvplan.core.engine_sizing import engine_sizing
@@ -86,13 +85,12 @@ def size_with(
     check_options(options)
     gpu, gpu_count = find_gpu(options.gpu)
     return _size(
-        _load(model, options), options, origins or {}, gpu, gpu_count, seq_sets_length=seq_sets_length
-    )
-
-
-def _load(model: str, options: SizeOptions) -> ModelSpec:
-    return load_model(
-        model, catalogue=Path(options.models) if options.models else None, overrides=options.set
+        load_model(model, catalogue=options.catalogue, overrides=options.set),
+        options,
+        origins or {},
+        gpu,
+        gpu_count,
+        seq_sets_length=seq_sets_length,
     )
 
 
@@ -180,7 +178,7 @@ def size_on(
     most that were tried. GPUs of unknown memory are left out, as a warning says. Raises `InputError`.
     """
     check_options(options)
-    spec = _load(model, options)
+    spec = load_model(model, catalogue=options.catalogue, overrides=options.set)
     found, unknown = [], []
     for text, gpu, given_count in _listed_gpus(gpus):
         if gpu.memory_bytes is None and options.gpu_memory is None:

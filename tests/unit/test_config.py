@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import kvplan.safe_yaml
-from kvplan.config import list_gpus, list_models, load_gpu, load_model, resource
+from kvplan.config import list_gpus, list_models, load_gpu, load_model
 from kvplan.core.kv_cache import (
     STATES,
     CacheFormat,
@@ -23,6 +23,7 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.model import ModelSpec, PositionScaling
 from kvplan.core.weights import Ranks
+from kvplan.data import resource
 from kvplan.errors import InputError
 from kvplan.hf_config import draft_layers
 
