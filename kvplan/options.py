@@ -263,7 +263,7 @@ def parse_engine(text: str | None) -> Engine:
     if name in LATER_ENGINES:
         raise InputError(f"not yet supported: engine {name}", where="--engine", hint="use vllm")
     if name not in ENGINES:
-        raise unknown_name("engine", name, [*ENGINES, *LATER_ENGINES], where="--engine")
+        raise unknown_name("engine", name, ENGINES, where="--engine")
     if name == "vllm":
         return Engine(name, vllm_rules(version).version)
     if version:

@@ -124,13 +124,13 @@ class Report:
         )
         if sure == "uncertain" and capacity.overhead_bytes is not None:
             low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
-            why = f"at one end {'it does not' if capacity.fits else 'it does'}"
+            why = f"at one end it {'does not fit' if capacity.fits else 'fits'}"
             if capacity.overhead_is_guess:
                 why = "that is a guess; --kv-cache-memory-bytes from the engine's log makes it exact"
             self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and {why}")
         self._say(f"At once: {_at_once(result)}")
         if capacity.fits:
-            self._say(f"Asked for: {capacity.reason}")
+            self._say(f"Asked for: {capacity.reason}{_of_replica(result)}")
         self._say(f"Limit: {_limit(result)}")
         if capacity.suggestions:
             self._changes(result, "")
@@ -582,12 +582,19 @@ def _at_once(result: SizeResult) -> str:
     assert capacity is not None, "asked of results with a budget"
     found, count = capacity.distribution, capacity.concurrent_sequences
     text = _sequences(count, result.seq) if count else f"no sequence of {result.seq:,} tokens"
+    text += _of_replica(result)
     if found is None:
         return text
     return (
         f"{found.concurrent_mean:,} sequences of the lengths given on average, {found.concurrent_p95:,} with 95 % "
         f"confidence; {text}"
     )
+
+
+def _of_replica(result: SizeResult) -> str:
+    """Counts are those of one replica, where there are several."""
+    replicas = result.config["data_parallel_size"].value
+    return f", in each of {replicas:,} replicas" if isinstance(replicas, int) and replicas > 1 else ""
 
 
 def _limit(result: SizeResult) -> str:

@@ -494,8 +494,8 @@ def _verdict(
             if bytes_needed > budget.gpu.memory_bytes:
                 return _Verdict(
                     False,
-                    f"weights and KV need {bytes_needed:,} bytes on each GPU, which has "
-                    f"{budget.gpu.memory_bytes:,}",
+                    f"weights and KV need {_gib(bytes_needed)} on each GPU, which has "
+                    f"{_gib(budget.gpu.memory_bytes)}",
                 )
     usable = num_blocks - pool.null_blocks
     longest = pool.blocks(deployment.max_model_len)
@@ -510,7 +510,7 @@ def _verdict(
         if lacking > 0:
             return _Verdict(
                 False,
-                f"weights and overhead need {lacking:,} bytes more on a GPU than it gives the engine; nothing is left "
+                f"weights and overhead need {_gib(lacking)} more on a GPU than it gives the engine; nothing is left "
                 "for KV",
             )
         beside = " beside the null block" if pool.null_blocks else ""
@@ -537,6 +537,10 @@ def _verdict(
     if needed > usable:
         return _Verdict(False, f"{asked} {needed:,} blocks, {usable:,} are usable")
     return _Verdict(True, f"{asked} {needed:,} of {usable:,} usable blocks")
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):,.2f} GiB"
 
 
 def _longest_that_fits(plan: Plan, num_blocks: int) -> int:
