@@ -204,7 +204,6 @@ _MAPPINGS = {
     "linear_attn_config",
     "quantization_config",
     "rope_parameters",
-} | {
     "rope_scaling",
     "vision_config",
 }
@@ -215,23 +214,22 @@ _TEXTS = {
     "hybrid_override_pattern",
     "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype",
-    "mtp_hybrid_override_pattern",
-} | {
     "model_type",
+    "mtp_hybrid_override_pattern",
     "source",
 }
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
 #: a window pattern may be a word, the size of a state's heads "auto", the last layer with experts -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
 _WORDS_TOO = _PATTERNS | {"index_topk_pattern", "mamba_head_dim"}
-_OTHERS = {
+_OTHERS = _PATTERNS | {
+    "index_topk_pattern",
     "intermediate_size",
     "moe_layer_end_index",
     "moe_layer_freq",
     "parameters",
-    "index_topk_pattern",
-} | _PATTERNS
-_OTHERS |= {"use_bidirectional_attention"}
+    "use_bidirectional_attention",
+}
 #: Counts that a config may give for each layer, all alike (Hunyuan).
 _PER_LAYER = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 #: Every field that is read, under its common name.

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
 from kvplan.errors import InputError, unreadable
-from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, bracket
+from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, Unit, bracket
 from kvplan.options import ServingOptions
 from kvplan.python_repr import read_fields
 
@@ -58,7 +58,7 @@ class Figure(NamedTuple):
     value: int | float
     low: int | float
     high: int | float
-    unit: str
+    unit: Unit
     line: int
     worker: str | None
     text: str
