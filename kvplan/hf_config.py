@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -31,7 +30,7 @@ from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
 from kvplan.core.rotary import position_scalings, rotary_elements
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, quoted, unknown_name
 
 if TYPE_CHECKING:
     from kvplan.core.quantization import Quantization
@@ -205,7 +204,6 @@ _MAPPINGS = {
     "linear_attn_config",
     "quantization_config",
     "rope_parameters",
-} | {
     "rope_scaling",
     "vision_config",
 }
@@ -216,23 +214,22 @@ _TEXTS = {
     "hybrid_override_pattern",
     "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype",
-    "mtp_hybrid_override_pattern",
-} | {
     "model_type",
+    "mtp_hybrid_override_pattern",
     "source",
 }
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
 #: a window pattern may be a word, the size of a state's heads "auto", the last layer with experts -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
 _WORDS_TOO = _PATTERNS | {"index_topk_pattern", "mamba_head_dim"}
-_OTHERS = {
+_OTHERS = _PATTERNS | {
+    "index_topk_pattern",
     "intermediate_size",
     "moe_layer_end_index",
     "moe_layer_freq",
     "parameters",
-    "index_topk_pattern",
-} | _PATTERNS
-_OTHERS |= {"use_bidirectional_attention"}
+    "use_bidirectional_attention",
+}
 #: Counts that a config may give for each layer, all alike (Hunyuan).
 _PER_LAYER = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 #: Every field that is read, under its common name.
@@ -281,10 +278,6 @@ _TELLING_NOTHING = r"_dropout|_bias|^output_|rotary|rope|vision|audio|image|vide
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 3, 30, 10
 
 
 class Origin(NamedTuple):
@@ -435,7 +428,7 @@ def _architecture(
         names = [override] if isinstance(override, str) else override
         where = "--set architectures=..."
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        what = "is missing" if names is None else f"is {_quoted(names)}, not a list of names"
+        what = "is missing" if names is None else f"is {quoted(names)}, not a list of names"
         raise InputError(
             f"architectures {what}",
             where=where,
@@ -469,7 +462,7 @@ def _within(config: Mapping[str, object], where: str) -> Architecture:
     if isinstance(kind, str) and kind in BY_MODEL_TYPE:
         return ARCHITECTURES[BY_MODEL_TYPE[kind]]
     raise InputError(
-        f"the language model within is of an unknown kind: model_type is {_quoted(kind)}",
+        f"the language model within is of an unknown kind: model_type is {quoted(kind)}",
         where=where,
         hint="say which class it is: --set architectures=LlamaForCausalLM",
     )
@@ -488,7 +481,7 @@ def _unknown_architecture(name: str, flat: Mapping[str, object], where: str) -> 
     told = f"; nothing here reads {', '.join(unread[:8])}" if unread else ""
     more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
     return InputError(
-        f"unknown architecture {_quoted(name)}{told}{more}",
+        f"unknown architecture {quoted(name)}{told}{more}",
         where=where,
         hint=f"nearest is {nearest}: if its layers keep the same, add --set architectures={nearest}; "
         "a catalogue entry may give attention and parameters itself",
@@ -560,12 +553,12 @@ def _type_fault(name: str, value: object) -> _Fault | None:
         return None
     else:
         return _number_fault(name, value)
-    return None if fits else _Fault(name, f"{name} is {_quoted(value)}, not {wanted}", hint)
+    return None if fits else _Fault(name, f"{name} is {quoted(value)}, not {wanted}", hint)
 
 
 def _number_fault(name: str, value: object) -> _Fault | None:
     if isinstance(value, bool) or not isinstance(value, int):
-        return _Fault(name, f"{name} is {_quoted(value)}, not a whole number", "write a number, such as 8")
+        return _Fault(name, f"{name} is {quoted(value)}, not a whole number", "write a number, such as 8")
     lowest = -1 if name == "moe_layer_end_index" else 0 if name in _FROM_ZERO else 1
     if value < lowest:
         return _Fault(name, f"{name} is {value}, below {lowest}", f"write a number of at least {lowest}")
@@ -584,13 +577,7 @@ def _dtype_fault(name: str, value: object) -> _Fault | None:
         return None
     near = difflib.get_close_matches(value[:60], _DTYPES, n=2) if isinstance(value, str) else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_DTYPES)}"
-    return _Fault(name, f"unknown {name} {_quoted(value)}", hint)
-
-
-def _quoted(value: object) -> str:
-    """A wrong value for a message, cut where it is long; what is nested deeply in it is left out."""
-    text = _BRIEF.repr(value) if isinstance(value, list | Mapping) else str(value)
-    return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
+    return _Fault(name, f"unknown {name} {quoted(value)}", hint)
 
 
 def _complete(fields: dict[str, object], architecture: Architecture) -> None:
@@ -724,7 +711,7 @@ def _written_cache(entry: object, fields: Mapping[str, object], origin: Origin) 
     where = origin.of("attention")
     if not isinstance(entry, Mapping) or not {"kind", "layers"} <= entry.keys():
         raise InputError(
-            f"{_quoted(entry)} is no entry of attention",
+            f"{quoted(entry)} is no entry of attention",
             where=where,
             hint="write it as {kind: full, layers: 8}",
         )

@@ -6,7 +6,7 @@ A cause is named only where it was computed and makes the figure come out within
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvplan.config import load_model
 from kvplan.core.model import ModelSpec
@@ -14,11 +14,10 @@ from kvplan.core.sizing import Capacity
 from kvplan.core.vllm_rules import RULE_CHANGES, nearest_rules, vllm_rules
 from kvplan.errors import KvplanError
 from kvplan.log_budget import most, own_sum
+from kvplan.log_lines import Unit
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, serve
 from kvplan.startup_log import Figure, StartupLog
-
-Unit = Literal["bytes", "tokens", "blocks", "times", "percent", "count"]
 
 #: Weights are alike within one part in this many.
 _SAME_WEIGHTS = 100

@@ -63,6 +63,12 @@ class ServingOptions:
     models: str | None = None
 
     @property
+    def has_degrees(self) -> bool:
+        """Whether any degree of parallelism is given."""
+        degrees = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
+        return any(degree is not None for degree in degrees)
+
+    @property
     def catalogue(self) -> Path | None:
         """The file that ``models`` names; None: the shipped one."""
         return Path(self.models) if self.models else None

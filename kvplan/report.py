@@ -145,7 +145,7 @@ class Report:
         table = _table("what would make it fit" if not result.capacity.fits else "what would let more in", "")
         table.columns[1].justify = "left"
         for suggestion in result.capacity.suggestions:
-            table.add_row(literal(str(suggestion["change"])), literal(str(suggestion["effect"])))
+            table.add_row(literal(suggestion.change), literal(suggestion.effect))
         if where:
             self._say(where)
         self._show(table)

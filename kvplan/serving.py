@@ -340,16 +340,13 @@ class _Ranks(NamedTuple):
 def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spreads_layers: bool) -> _Ranks:
     """Degrees of parallelism; a number of GPUs alone is tensor parallel, or stages if the engine spreads layers."""
     options: ServingOptions = resolver.options
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    none_given = all(getattr(options, name) is None for name in names)
     tensor = resolver.choose("tensor_parallel_size", 1, default)
     pipeline = resolver.choose("pipeline_parallel_size", 1, default)
-    if gpu_count and none_given:
+    if gpu_count and not options.has_degrees:
         if spreads_layers:
-            pipeline = gpu_count
+            name, pipeline = "pipeline_parallel_size", gpu_count
         else:
-            tensor = gpu_count
-        name = names[1 if spreads_layers else 0]
+            name, tensor = "tensor_parallel_size", gpu_count
         resolver.note(name, gpu_count, "--gpu", given=True)
     data = resolver.choose("data_parallel_size", 1, default)
     needed = tensor * pipeline * data

@@ -24,7 +24,7 @@ from typing import BinaryIO
 from kvplan.core.engine import SchedulerConfig, quoted
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.data import resource
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, unknown_name, unreadable
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
@@ -440,8 +440,9 @@ def _open(source: str) -> BinaryIO:
     except OSError as error:
         near = difflib.get_close_matches(source, workload_names(), n=1)
         names = ", ".join(workload_names())
-        raise InputError(
-            f"cannot read the trace: {error.strerror or error}",
+        raise unreadable(
+            error,
+            what="the trace",
             where=source if len(source) <= 200 else f"{source[:200]}...",
             hint=(f"did you mean {near[0]}? " if near else "")
             + f"give a file, - for standard input, or a shipped workload ({names})",

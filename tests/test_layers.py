@@ -229,6 +229,7 @@ OUTER = {
         "kvplan.config",
         "kvplan.errors",
         "kvplan.log_budget",
+        "kvplan.log_lines",
         "kvplan.options",
         "kvplan.serving",
         "kvplan.startup_log",

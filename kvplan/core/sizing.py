@@ -8,7 +8,7 @@ name or docstring says the whole model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -34,6 +34,8 @@ _GROWTH_SPAN = 128
 #: Where an overhead comes from: counted and estimated, as a start of the engine measured it, or that carried over to
 #: other limits of a batch.
 OverheadSource = Literal["estimated", "measured", "scaled"]
+#: Whether an estimate is in a verdict, and if so whether both of its ends agree.
+Confidence = Literal["exact", "likely", "uncertain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,19 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change to a deployment, in words and as option names with their values, and what would then fit."""
+
+    change: str
+    effect: str
+    flags: Mapping[str, object]
+    fits: bool
+    fits_confidence: Confidence
+    concurrent_sequences: int
+    max_model_len_that_fits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """What fits, on each GPU unless said. ``headroom`` is what stays free of the KV pool; negative: lacks.
 
@@ -123,7 +138,7 @@ class Capacity:
     """
 
     fits: bool
-    fits_confidence: Literal["exact", "likely", "uncertain"]
+    fits_confidence: Confidence
     reason: str
     max_model_len: int
     available_kv_bytes: int
@@ -145,7 +160,7 @@ class Capacity:
     weights_share_of_memory: float | None
     ranks: tuple[Rank, ...]
     limiting_rank: int
-    suggestions: tuple[dict[str, object], ...]
+    suggestions: tuple[Suggestion, ...]
     distribution: Residents | None
     exact: tuple[str, ...]
     estimated: tuple[str, ...]

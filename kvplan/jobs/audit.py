@@ -27,7 +27,6 @@ from kvplan.likely_causes import (
     DERIVED,
     Case,
     Derived,
-    Unit,
     largest_part,
     nearest,
     needed_bytes,
@@ -37,6 +36,7 @@ from kvplan.likely_causes import (
     weights_cause,
 )
 from kvplan.log_budget import GRAPHS, calibration_of, most, own_sum, pool_memory
+from kvplan.log_lines import Unit
 from kvplan.options import Resolver, SizeOptions, check_options, flag, size_in_bytes
 from kvplan.serving import find_gpu, serve
 from kvplan.startup_log import Figure, StartupLog, read_log_file
@@ -442,21 +442,16 @@ def _compare_token_pool(case: Case) -> Iterator[AuditLine]:
     if per_token is not None:
         yield _line("KV per token", per_token, round(Fraction(page, pool.block_size)))
     planned, free = log.last("kv_planned"), log.last("free_before_kv")
-    if blocks is not None and (planned or free):
-        ends = [
-            pool.share(int(size), stage).num_blocks
-            for size in (
-                (planned.value, planned.low, planned.high)
-                if planned
-                else (pool.kv_memory(int(size), 0) for size in (free.value, free.low, free.high))
-                if free
-                else ()
-            )
-        ]
-        yield _line("blocks", blocks, ends[0], unit="blocks", agrees=ends[1] <= blocks.value <= ends[2])
+    given = planned or free
+    if blocks is not None and given is not None:
+        sizes = [int(size) for size in (given.value, given.low, given.high)]
+        if planned is None:
+            sizes = [pool.kv_memory(size, 0) for size in sizes]
+        ours, least, most_blocks = (pool.share(size, stage).num_blocks for size in sizes)
+        yield _line("blocks", blocks, ours, unit="blocks", agrees=least <= blocks.value <= most_blocks)
     if blocks is not None and tokens is not None:
-        ours, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
-        yield _line("KV cache tokens", tokens, ours, unit="tokens")
+        counted, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
+        yield _line("KV cache tokens", tokens, counted, unit="tokens")
     if tokens is None or memory is None or _has_two_pools(case):
         return
     held = round(Fraction(int(tokens.value) * page, pool.block_size))
@@ -541,20 +536,10 @@ def _line(
     )
 
 
-_UNITS: dict[str, Unit] = {
-    "bytes": "bytes",
-    "tokens": "tokens",
-    "blocks": "blocks",
-    "times": "times",
-    "percent": "percent",
-    "count": "count",
-}
-
-
 def _theirs_alone(figure: Figure) -> AuditLine:
     """A figure that we have nothing beside."""
     term = _TERMS.get(figure.name, figure.name.replace("_", " "))
-    return _line(term, figure, None, unit=_UNITS.get(figure.unit, "bytes"))
+    return _line(term, figure, None, unit=figure.unit)
 
 
 #: Figures that are shown though we have none beside them, and what they are called.

@@ -186,7 +186,7 @@ def size_on(
             continue
         chosen, origin = options.but({"gpu": text}), dict(origins or {})
         count = given_count
-        if given_count is None and not any(getattr(options, name) is not None for name in _DEGREES):
+        if given_count is None and not options.has_degrees:
             count, sizes = _gpus_needed(spec, chosen, origin, gpu)
             chosen = chosen.but({"gpu": f"{count}x{gpu.name}", **sizes})
             origin |= dict.fromkeys(sizes, "--gpu: the fewest that fit")
@@ -202,7 +202,6 @@ def size_on(
     return found
 
 
-_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 #: GPUs of one machine, and the most stages over such machines.
 _GPUS_OF_MACHINE = 8
 _MOST_STAGES = 8
