@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -14,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from kvplan.drawing import CACHED, FREE, SHARED, PoolDrawing, draw_pool
 from kvplan.text import literal
 from kvplan.units import format_bytes, format_count, format_seconds, format_share
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
+    from kvplan.core.pool_map import PoolMap
     from kvplan.core.sizing import Capacity, Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
@@ -35,6 +38,10 @@ _NARROWEST = 20
 _MOST_BESIDE = 3
 #: Characters of the longest bar.
 _BAR = 24
+#: Rows of a map, requests in its legend and stretches of a block table.
+_MAP_ROWS = 20
+_MAP_REQUESTS = 12
+_TABLE_RUNS = 30
 
 
 class Report:
@@ -328,6 +335,74 @@ class Report:
             f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
         )
 
+    def map(self, pool: PoolMap) -> None:
+        """Who holds which cell of the pool, what the characters mean, and the block table that was asked for."""
+        unit = "block" if pool.cell_tokens > 1 else "slot"
+        when = "" if pool.time_s is None else f", {format_seconds(pool.time_s)}"
+        label = len(f"{pool.num_cells:,}")
+        drawing = draw_pool(pool, max(8, min(64, self.console.width - label - 3)), _MAP_ROWS)
+        each = f"{drawing.per_mark} {unit}s" if drawing.per_mark > 1 else f"a {unit}"
+        self.console.print()
+        self._say(
+            f"The pool in step {pool.step:,}{when}: {pool.num_cells:,} {unit}s, a character is {each}",
+            style="bold",
+        )
+        for row in drawing.rows:
+            line = Text(f" {row.first:>{label},} ", style="dim")
+            for mark, marks in groupby(row.marks):
+                line.append("".join(marks), style=_mark_style(mark))
+            self.console.print(line)
+            if row.alike:
+                rows = "row" if row.alike == 1 else "rows"
+                self._say(f" {'':>{label}} {row.alike:,} more {rows} of the same", style="dim")
+        self._map_legend(pool, drawing, unit)
+        if pool.table_of is not None:
+            self._block_table(pool, unit)
+
+    def _map_legend(self, pool: PoolMap, drawing: PoolDrawing, unit: str) -> None:
+        table = _table("", f"{unit}s", "shared", "tokens", "")
+        table.columns[-1].justify = "left"
+        shown = [one for one in pool.requests if one.id in drawing.letters]
+        listed = sorted(shown, key=lambda one: -one.cells)[:_MAP_REQUESTS]
+        for one in shown:
+            if one in listed:
+                mark = drawing.letters[one.id]
+                name = Text(f"{mark} ", style=_mark_style(mark)).append(literal(one.id), style="default")
+                shared = f"{one.shared_cells:,}"
+                table.add_row(name, f"{one.cells:,}", shared, f"{one.tokens:,}", "")
+        rest = len(pool.requests) - len(listed)
+        if rest:
+            held = sum(one.cells for one in pool.requests) - sum(one.cells for one in listed)
+            tokens = sum(one.tokens for one in pool.requests) - sum(one.tokens for one in listed)
+            table.add_row(f"{rest:,} more requests", f"{held:,}", "", f"{tokens:,}", "other letters, +")
+        reserved = "lower case, -: no token in them yet"
+        for mark, state, what in (
+            (" ", "held", "upper case, +: one request has them"),
+            (" ", "reserved", reserved),
+            (SHARED, "shared", "used by several requests"),
+            (CACHED, "cached", "free, and reusable"),
+            (FREE, "free", "free, and empty"),
+        ):
+            count = next(n for name, n in pool.cells.items() if name == state)
+            if count:
+                table.add_row(Text(f"{mark} {state}", style="dim"), f"{count:,}", "", "", what)
+        self.console.print(table)
+
+    def _block_table(self, pool: PoolMap, unit: str) -> None:
+        self._say(f"The block table of {literal(pool.table_of)}")
+        table = _table("logical", "physical", f"{unit}s", "tokens", "users")
+        for run in pool.table[:_TABLE_RUNS]:
+            table.add_row(
+                _span(run.logical, run.count),
+                _span(run.physical, run.count),
+                f"{run.count:,}",
+                f"{run.tokens:,}",
+                f"{run.users:,}",
+            )
+        self.console.print(table)
+        if len(pool.table) > _TABLE_RUNS:
+            self._say(f"and {len(pool.table) - _TABLE_RUNS:,} more stretches (--json has all)")
+
     # check
 
     def checks(self, report: CheckReport) -> None:
@@ -433,6 +508,22 @@ class Report:
 
     def _say(self, text: str, *, style: str = "") -> None:
         self.console.print(Text(text, style=style))
+
+
+#: Colours of letters, one after the other; what they say is said by the letters too.
+_LETTER_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+def _mark_style(mark: str) -> str:
+    """The colour of a character of a map."""
+    if mark.isalpha():
+        style = _LETTER_STYLES[(ord(mark.upper()) - ord("A")) % len(_LETTER_STYLES)]
+        return style if mark.isupper() else f"dim {style}"
+    return {SHARED: "bold white", CACHED: "bright_black", FREE: "bright_black"}.get(mark, "default")
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first:,}" if count == 1 else f"{first:,} - {first + count - 1:,}"
 
 
 def _flat(item: object) -> str:

@@ -61,6 +61,7 @@ SCHEDULING = {
     "preemptions": 6,
     "metrics": 7,
     "simulate": 8,
+    "pool_map": 9,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.

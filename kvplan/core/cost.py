@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplan.core.engine import StepWork
 from kvplan.core.request import PICOSECONDS
@@ -45,26 +46,20 @@ class Roofline:
         *,
         weight_bytes: int,
         kv_bytes_per_token: int,
-        flops_per_token: int,
-        flops_per_logits: int,
-        attention_flops: int,
+        flops: Flops,
         num_layers: int,
         bandwidth_bytes_per_s: int,
         flops_per_s: int,
     ) -> Roofline:
-        """Coefficients from what one rank reads and computes and what its GPU can do.
-
-        ``flops_per_token``: matrix products of one token, without the vocabulary's; ``flops_per_logits``: that of a
-        sequence that samples; ``attention_flops``: of one token against one token of its context.
-        """
+        """Coefficients from what one rank reads and computes and what its GPU can do."""
         bandwidth = bandwidth_bytes_per_s * BANDWIDTH_SHARE_PERCENT
-        flops = flops_per_s * FLOPS_SHARE_PERCENT
+        rate = flops_per_s * FLOPS_SHARE_PERCENT
         return cls(
             weights_ps=100 * weight_bytes * PICOSECONDS // bandwidth,
             kv_token_ps=100 * kv_bytes_per_token * PICOSECONDS // bandwidth,
-            token_ps=100 * flops_per_token * PICOSECONDS // flops,
-            logits_ps=100 * flops_per_logits * PICOSECONDS // flops,
-            attention_ps=100 * attention_flops * PICOSECONDS // flops,
+            token_ps=100 * flops.per_token * PICOSECONDS // rate,
+            logits_ps=100 * flops.per_logits * PICOSECONDS // rate,
+            attention_ps=100 * flops.per_pair * PICOSECONDS // rate,
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
         )
 
@@ -88,17 +83,37 @@ class Roofline:
 
     def step_ps(self, work: StepWork) -> int:
         """Picoseconds of a step; one that computes nothing costs the overhead alone."""
-        tokens = work.decodes
-        read = pairs = work.decode_context
-        for before, count in work.chunks:
-            tokens += count
-            read += before + count
-            pairs += count * before + count * (count + 1) // 2
+        tokens, pairs = _tokens_and_pairs(work)
         if not tokens:
             return self.overhead_ps
+        read = work.decode_context + sum(before + count for before, count in work.chunks)
         memory = self.weights_ps + self.kv_token_ps * read
         compute = self.token_ps * tokens + self.logits_ps * work.sampled + self.attention_ps * pairs
         return max(memory, compute) + self.overhead_ps
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of one rank: of a token's matrix products without the vocabulary's, of a sequence that
+    samples, and of one token's attention to one token of its context.
+    """
+
+    per_token: int
+    per_logits: int
+    per_pair: int
+
+    def of(self, work: StepWork) -> int:
+        """Those of a step; as a price, it has the clock count them."""
+        tokens, pairs = _tokens_and_pairs(work)
+        return self.per_token * tokens + self.per_logits * work.sampled + self.per_pair * pairs
+
+
+def _tokens_and_pairs(work: StepWork) -> tuple[int, int]:
+    """Tokens computed, and pairs of one of them with a token that it attends to."""
+    tokens, pairs = work.decodes, work.decode_context
+    for before, count in work.chunks:
+        tokens += count
+        pairs += count * before + count * (count + 1) // 2
+    return tokens, pairs
 
 
 def constant(ticks: int) -> Callable[[StepWork], int]:

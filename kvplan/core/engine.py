@@ -260,3 +260,26 @@ class DecodeRun(Generic[S]):
     def first_work(self) -> StepWork:
         """What the first step computes."""
         return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)
+
+
+class Holding(NamedTuple):
+    """What one request holds: cells in the order of its tokens, and how many of their slots have KV."""
+
+    id: str
+    cells: Sequence[int]
+    tokens: int
+
+
+class PoolPicture(NamedTuple):
+    """A pool after a step's scheduling, as it is, cheap to take; for maps of it.
+
+    A cell is the least that an engine hands out: a block, or one slot where stretches of any length are reserved.
+    Cells are ``first .. first+count-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a cell holds
+    nothing that another request could reuse; an engine without a prefix cache leaves ``contents`` empty.
+    """
+
+    cell_tokens: int
+    first: int
+    count: int
+    holdings: Sequence[Holding]
+    contents: Sequence[object] = ()

@@ -13,16 +13,17 @@ from typing import Literal, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
+from kvplan.core.pool_map import FullestStep, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
-from kvplan.errors import DoesNotFit, InputError, KvplanError
+from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
     Engine,
     Resolver,
@@ -84,6 +85,7 @@ class SimulateResult:
     warnings: tuple[str, ...]
     profile: Profile
     seconds_per_tick: Fraction | None
+    map: PoolMap | None = None
     records: tuple[figures.RequestRecord, ...] = field(default=(), repr=False)
 
     def to_dict(self, *, profile: bool = False) -> dict[str, object]:
@@ -105,6 +107,8 @@ class SimulateResult:
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
         }
+        if self.map is not None:
+            document["map"] = self.map.to_dict()
         if profile:
             document["profile"] = asdict(self.profile)
         return document
@@ -171,6 +175,9 @@ class Simulation:
     ) -> None:
         """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
         check_options(options)
+        for name in ("at_step", "map_request"):
+            if getattr(options, name) is not None and not options.map:
+                raise InputError(f"{flag(name)} has no map to add to", where=flag(name), hint="give --map")
         self.options = options
         self.trace = open_trace(
             source,
@@ -215,8 +222,13 @@ class Simulation:
         both decide the same.
         """
         plan, trace = self._plan, self.trace
-        path = path or ("plain" if observers else "fast")
+        path = path or ("plain" if observers or self.options.map else "fast")
         engine = VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+        fullest: FullestStep | None = None
+        if self.options.map:
+            assert isinstance(engine, VllmPlain), "the fast engine knows no block ids"
+            fullest = FullestStep(engine, self.options.at_step)
+            turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             block_size=plan.config.block_size,
@@ -243,7 +255,27 @@ class Simulation:
             reason = "figures are of the part that ran"
         metrics.note_live(engine.live())
         profile = _profile(wall, cpu, metrics.request_counts().total)
-        return _result(trace, plan, metrics, profile, path, status, reason)
+        result = _result(trace, plan, metrics, profile, path, status, reason)
+        if fullest is None or (status == "interrupted" and fullest.picture is None):
+            return result
+        return replace(result, map=self._map(fullest))
+
+    def _map(self, fullest: FullestStep) -> PoolMap:
+        """The map that was asked for; raises `InputError` where that step or request is not to be seen."""
+        picture, at_step, name = fullest.picture, self.options.at_step, self.options.map_request
+        if picture is None:
+            steps = f"those of this run lie between {fullest.first_step} and {fullest.last_step}"
+            raise InputError(
+                "there is no step to draw" if at_step is None else f"no step {at_step} was taken",
+                where="--map" if at_step is None else "--at-step",
+                hint="the trace has no request that runs" if fullest.last_step is None else steps,
+            )
+        names = [holding.id for holding in picture.holdings]
+        if name is not None and name not in names:
+            raise unknown_name(f"request among those that hold blocks in step {fullest.step}", name, names, where="--map-request", listing="the legend of --map")
+        scale = self.seconds_per_tick
+        time_s = None if scale is None else seconds(fullest.start, scale)
+        return pool_map(picture, step=fullest.step, time_s=time_s, table_of=name)
 
 
 def _result(
@@ -445,7 +477,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     warnings += served.warnings
     capacity, deployment = served.capacity, served.deployment
     assert capacity is not None, "there is a GPU, its memory or a pool"
-    _check_simulated(served)
+    check_simulated(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
         length = capacity.max_model_len_that_fits
@@ -465,7 +497,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     return _Machine(served, pool)
 
 
-def _check_simulated(served: Served) -> None:
+def check_simulated(served: Served) -> None:
     """Refuse what can be sized but not simulated yet."""
     groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
     if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
@@ -586,9 +618,9 @@ def _roofline(machine: _Machine) -> Roofline:
     gpu, spec, deployment = served.gpu, served.spec, served.deployment
     rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
     tp = deployment.tensor_parallel_size
-    active = spec.weights.active_parameters
+    flops = step_flops(served)
     weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
-    if rates[0] is None or rates[1] is None or active is None or weight_bytes is None:
+    if rates[0] is None or rates[1] is None or flops is None or weight_bytes is None:
         lacks = "GPU's bandwidth and FLOP/s" if None in rates else "size of the weights"
         raise InputError(
             f"the {lacks} are not known",
@@ -598,13 +630,26 @@ def _roofline(machine: _Machine) -> Roofline:
     return Roofline.from_rates(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=served.kv.per_gpu.bytes_per_token,
-        # A multiplication and an addition for each weight, and for each element of a key and of a value.
-        flops_per_token=2 * (active - spec.weights.head_parameters) // tp,
-        flops_per_logits=2 * spec.weights.head_parameters // tp,
-        attention_flops=2 * spec.num_heads * _attention_width(served) // tp,
+        flops=flops,
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
+    )
+
+
+def step_flops(served: Served) -> Flops | None:
+    """What a step computes on one rank; None where the weights are not known.
+
+    A multiplication and an addition for each weight, and for each element of a key and of a value.
+    """
+    weights, tp = served.spec.weights, served.deployment.tensor_parallel_size
+    active = weights.active_parameters
+    if active is None:
+        return None
+    return Flops(
+        per_token=2 * (active - weights.head_parameters) // tp,
+        per_logits=2 * weights.head_parameters // tp,
+        per_pair=2 * served.spec.num_heads * _attention_width(served) // tp,
     )
 
 

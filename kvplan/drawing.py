@@ -1,0 +1,119 @@
+"""Pictures as rows of characters: the cells of a pool, and what places do over time.
+
+Every state has a character of its own, so that nothing is lost without colour.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from string import ascii_uppercase
+from typing import NamedTuple
+
+from kvplan.core.pool_map import PoolMap, State
+
+#: Characters of what no single request has to itself.
+SHARED, CACHED, FREE = "#", "~", "."
+#: Of requests that have no letter of their own: their cells, and those of them without a token yet.
+OTHERS, OTHERS_RESERVED = "+", "-"
+
+#: A cell of a picture stands for 1, 2, 5, 10, ... cells of a pool.
+_ROUND = (1, 2, 5)
+
+
+class Row(NamedTuple):
+    """Cells from ``first`` on, a character each; ``alike`` more rows look the same and are left out."""
+
+    first: int
+    marks: str
+    alike: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolDrawing:
+    """A pool in rows. ``per_mark`` cells are one character: the state that most of them are in."""
+
+    per_mark: int
+    rows: tuple[Row, ...]
+    letters: dict[str, str]
+
+
+def draw_pool(pool: PoolMap, columns: int, most_rows: int) -> PoolDrawing:
+    """A grid of at most ``columns`` x ``most_rows`` characters. Letters go to those who hold most."""
+    largest = sorted(pool.requests, key=lambda one: -one.cells)[: len(ascii_uppercase)]
+    lettered = {one.id for one in largest}
+    order = [one.id for one in pool.requests if one.id in lettered]
+    letters = dict(zip(order, ascii_uppercase, strict=False))
+    per_mark = _round_up(-(-pool.num_cells // (columns * most_rows)))
+    marks = _marks(pool, per_mark, letters)
+    first = pool.extents[0].first if pool.extents else 0
+    lines = ["".join(marks[i : i + columns]) for i in range(0, len(marks), columns)]
+    rows: list[Row] = []
+    for number, line in enumerate(lines):
+        if rows and rows[-1].marks == line:
+            rows[-1] = rows[-1]._replace(alike=rows[-1].alike + 1)
+        else:
+            rows.append(Row(first + number * columns * per_mark, line, 0))
+    return PoolDrawing(per_mark, tuple(rows), letters)
+
+
+def _round_up(number: int) -> int:
+    """The next of 1, 2, 5, 10, 20, 50, ..."""
+    scale = 1
+    while True:
+        for step in _ROUND:
+            if step * scale >= number:
+                return step * scale
+        scale *= 10
+
+
+def _marks(pool: PoolMap, per_mark: int, letters: dict[str, str]) -> list[str]:
+    """A character for each ``per_mark`` cells: what most of them are, of equals what comes first."""
+    marks: list[str] = []
+    counts: Counter[str] = Counter()
+    room = per_mark
+    for _, count, state, request in pool.extents:
+        mark, left = _mark(state, request, letters), count
+        while left >= room:
+            counts[mark] += room
+            left -= room
+            marks.append(counts.most_common(1)[0][0])
+            counts.clear()
+            room = per_mark
+        counts[mark] += left
+        room -= left
+    if room < per_mark:
+        marks.append(counts.most_common(1)[0][0])
+    return marks
+
+
+def _mark(state: State, request: str | None, letters: dict[str, str]) -> str:
+    if state == "shared":
+        return SHARED
+    if state == "cached":
+        return CACHED
+    if state == "free" or request is None:
+        return FREE
+    letter = letters.get(request)
+    if state == "held":
+        return letter or OTHERS
+    return letter.lower() if letter else OTHERS_RESERVED
+
+
+class Stretch(NamedTuple):
+    """A place does one thing, drawn as ``mark``, in steps ``first .. first+steps-1``."""
+
+    first: int
+    steps: int
+    mark: str
+
+
+def draw_lane(stretches: Sequence[Stretch], steps: int, columns: int, *, idle: str = FREE) -> str:
+    """``steps`` steps in at most ``columns`` characters; each shows the step in the middle of those it stands for."""
+    per_mark = max(1, -(-steps // columns))
+    marks = []
+    for begin in range(0, steps, per_mark):
+        middle = begin + (min(per_mark, steps - begin) - 1) // 2
+        marks.append(next((s.mark for s in stretches if s.first <= middle < s.first + s.steps), idle))
+    return "".join(marks)
