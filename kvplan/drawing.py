@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from string import ascii_uppercase
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvplan.core.pool_map import PoolMap, State
+if TYPE_CHECKING:  # whoever draws nothing loads none of it
+    from kvplan.core.pool_map import PoolMap, State
+    from kvplan.topics.parts import Stretch
 
 #: Characters of what no single request has to itself.
 SHARED, CACHED, FREE = "#", "~", "."
 #: Of requests that have no letter of their own: their cells, and those of them without a token yet.
 OTHERS, OTHERS_RESERVED = "+", "-"
+
+#: So many rows that look the same are folded into one.
+_FOLDED = 3
 
 #: A cell of a picture stands for 1, 2, 5, 10, ... cells of a pool.
 _ROUND = (1, 2, 5)
@@ -48,13 +54,13 @@ def draw_pool(pool: PoolMap, columns: int, most_rows: int) -> PoolDrawing:
     per_mark = _round_up(-(-pool.num_cells // (columns * most_rows)))
     marks = _marks(pool, per_mark, letters)
     first = pool.extents[0].first if pool.extents else 0
-    lines = ["".join(marks[i : i + columns]) for i in range(0, len(marks), columns)]
+    lines = [
+        (first + i * per_mark, "".join(marks[i : i + columns])) for i in range(0, len(marks), columns)
+    ]
     rows: list[Row] = []
-    for number, line in enumerate(lines):
-        if rows and rows[-1].marks == line:
-            rows[-1] = rows[-1]._replace(alike=rows[-1].alike + 1)
-        else:
-            rows.append(Row(first + number * columns * per_mark, line, 0))
+    for _, same in groupby(lines, key=lambda line: line[1]):
+        alike = [Row(*line, 0) for line in same]
+        rows += alike if len(alike) < _FOLDED else [alike[0]._replace(alike=len(alike) - 1)]
     return PoolDrawing(per_mark, tuple(rows), letters)
 
 
@@ -101,17 +107,8 @@ def _mark(state: State, request: str | None, letters: dict[str, str]) -> str:
     return letter.lower() if letter else OTHERS_RESERVED
 
 
-class Stretch(NamedTuple):
-    """A place does one thing, drawn as ``mark``, in steps ``first .. first+steps-1``."""
-
-    first: int
-    steps: int
-    mark: str
-
-
-def draw_lane(stretches: Sequence[Stretch], steps: int, columns: int, *, idle: str = FREE) -> str:
-    """``steps`` steps in at most ``columns`` characters; each shows the step in the middle of those it stands for."""
-    per_mark = max(1, -(-steps // columns))
+def draw_lane(stretches: Sequence[Stretch], steps: int, per_mark: int, *, idle: str = FREE) -> str:
+    """``steps`` steps, ``per_mark`` of them a character: what is done in the middle one."""
     marks = []
     for begin in range(0, steps, per_mark):
         middle = begin + (min(per_mark, steps - begin) - 1) // 2

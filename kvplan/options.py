@@ -142,6 +142,28 @@ class SimulateOptions(ServingOptions):
     map_request: str | None = None
 
 
+@dataclass(slots=True, kw_only=True)
+class ExplainOptions(ServingOptions):
+    """Options of `explain`; a topic takes those that its example depends on. Lists are texts such as ``50,200``.
+
+    ``seq`` tokens are a sequence, of which ``used_tokens`` may be filled. ``requests`` requests have ``input_tokens``
+    in and ``output_tokens`` out, ``shared_prefix`` tokens in common and ``own_tokens`` besides. ``outputs`` are the
+    lengths of one batch's answers, of which ``rounds`` come.
+    """
+
+    model: str | None = None
+    seq: int | None = None
+    used_tokens: str | None = None
+    block_sizes: str | None = None
+    requests: int | None = None
+    shared_prefix: int | None = None
+    own_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    outputs: str | None = None
+    rounds: int | None = None
+
+
 _KIND_NAMES = {
     int: "a whole number",
     float: "a number",
@@ -173,6 +195,11 @@ _POSITIVE = (
     "seq",
     "concurrency",
     "shared_prefix",
+    "requests",
+    "own_tokens",
+    "input_tokens",
+    "output_tokens",
+    "rounds",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",

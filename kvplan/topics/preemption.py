@@ -1,0 +1,126 @@
+"""`kvplan explain preemption`: a pool that is too small for all who were let in."""
+
+from __future__ import annotations
+
+from string import ascii_uppercase
+
+from kvplan.core.engine import StepWork
+from kvplan.core.request import Request
+from kvplan.errors import InputError
+from kvplan.jobs.simulate import step_flops
+from kvplan.topics.example import Example, Trial, try_out
+from kvplan.topics.parts import (
+    Column,
+    Explanation,
+    Figure,
+    Figures,
+    Lane,
+    Prose,
+    Table,
+    Timeline,
+    Value,
+    stretches,
+)
+
+#: Marks of a step of a request.
+_PROMPT, _DECODE, _LOST, _AGAIN = "p", "=", "!", "r"
+
+
+def explain(example: Example) -> Explanation:
+    """Who loses its blocks when, and what it costs to have them computed again, or swapped out and in."""
+    example.keeps_all_tokens()
+    count = example.choose("requests", 3)
+    prompt = example.choose("input_tokens", 64)
+    answer = example.choose("output_tokens", 64)
+    example.check_small(count * (prompt + answer))
+    if count > len(ascii_uppercase):
+        raise InputError(
+            f"{count} requests are too many to draw", where="--requests", hint=f"at most {len(ascii_uppercase)}"
+        )
+    size, each = example.block_size, -(-(prompt + answer) // example.block_size)
+    # All prompts find room, and so does one whole request; not all of them at their full length.
+    room = example.choose("num_gpu_blocks_override", max(each, count * -(-prompt // size) + count // 2) + 1)
+    if room - 1 < each:
+        raise InputError(
+            f"{room} blocks do not hold one request of {prompt + answer} tokens",
+            where="--num-gpu-blocks-override",
+            hint=f"give at least {each + 1}: the null block holds nothing",
+        )
+    requests = [Request(ascii_uppercase[i], 0, prompt, answer) for i in range(count)]
+    small = try_out(requests, example.config(room - 1, max_num_seqs=count, length=prompt + answer))
+    ample = try_out(requests, example.config(count * each, max_num_seqs=count, length=prompt + answer))
+    figures = small.metrics.preemption_figures()
+    causes = small.metrics.preemption_causes()
+    lost = [case.preemption.lost_tokens for case in causes.worst]
+    flops = step_flops(example.served)
+    again = sum(flops.of(StepWork(chunks=[(0, tokens)])) for tokens in lost) if flops else None
+    moved = 2 * sum(-(-tokens // size) for tokens in lost) * example.block_bytes
+    rows: tuple[tuple[Value, ...], ...] = tuple(
+        (
+            name,
+            blocks,
+            len(trial.moments),
+            trial.scheduled_tokens,
+            trial.metrics.preemption_figures().events,
+        )
+        for name, blocks, trial in (("small", room - 1, small), ("ample", count * each, ample))
+    )
+    return example.explanation(
+        [
+            Prose(
+                f"{count} requests of {prompt} tokens in and {answer} out take {each} blocks of {size} tokens each at "
+                f"the end; the pool has {room - 1}. All are let in, since their prompts fit. When one needs its next "
+                "block and none is free, who came last gives up all of its own, waits, and is computed again."
+            ),
+            Timeline(
+                "steps",
+                f"{_PROMPT} prompt, {_DECODE} decoding, {_LOST} preempted, {_AGAIN} computed again, . waiting or done",
+                len(small.moments),
+                (*(_lane(request.id, small) for request in requests), _free(small, room - 1)),
+                len(small.moments),
+            ),
+            Table(
+                "runs",
+                (
+                    Column("pool", "pool", "text"),
+                    Column("blocks", "blocks"),
+                    Column("steps", "steps"),
+                    Column("computed_tokens", "tokens computed"),
+                    Column("preemptions", "preemptions"),
+                ),
+                rows,
+            ),
+            Figures(
+                (
+                    Figure("preemptions", "preemptions", figures.events),
+                    Figure("lost_tokens", "tokens thrown away", causes.lost_tokens),
+                    Figure("recomputed_tokens", "computed again", figures.recomputed_tokens),
+                    Figure("recompute_flops", "which takes", again, "flops"),
+                    Figure("swapped_bytes", "swapped out and in it were", moved, "exact_bytes"),
+                )
+            ),
+        ],
+        [
+            "vLLM's V1 engine always computes again, which a prefix cache can spare in part: here there is none. "
+            "The vLLM paper's engine can swap blocks to the CPU's memory instead."
+        ],
+    )
+
+
+def _lane(name: str, trial: Trial) -> Lane:
+    marks, computed, high = [], 0, 0
+    for moment in trial.moments:
+        mark, tokens = ".", moment.scheduled.get(name, 0)
+        if name in moment.preempted:
+            mark, computed = _LOST, 0
+        elif tokens:
+            mark = _AGAIN if computed < high else _PROMPT if tokens > 1 else _DECODE
+            computed += tokens
+            high = max(high, computed)
+        marks.append(mark)
+    return Lane(name, stretches(marks))
+
+
+def _free(trial: Trial, usable: int) -> Lane:
+    """Free blocks of each step as a digit, 9 for more."""
+    return Lane("free", stretches([str(min(9, usable - moment.used)) for moment in trial.moments]))
