@@ -54,9 +54,7 @@ def draw_pool(pool: PoolMap, columns: int, most_rows: int) -> PoolDrawing:
     per_mark = _round_up(-(-pool.num_cells // (columns * most_rows)))
     marks = _marks(pool, per_mark, letters)
     first = pool.extents[0].first if pool.extents else 0
-    lines = [
-        (first + i * per_mark, "".join(marks[i : i + columns])) for i in range(0, len(marks), columns)
-    ]
+    lines = [(first + i * per_mark, "".join(marks[i : i + columns])) for i in range(0, len(marks), columns)]
     rows: list[Row] = []
     for _, same in groupby(lines, key=lambda line: line[1]):
         alike = [Row(*line, 0) for line in same]
@@ -107,10 +105,13 @@ def _mark(state: State, request: str | None, letters: dict[str, str]) -> str:
     return letter.lower() if letter else OTHERS_RESERVED
 
 
-def draw_lane(stretches: Sequence[Stretch], steps: int, per_mark: int, *, idle: str = FREE) -> str:
-    """``steps`` steps, ``per_mark`` of them a character: what is done in the middle one."""
-    marks = []
+def draw_lane(stretches: Sequence[Stretch], steps: int, per_mark: int, *, loud: str = "") -> str:
+    """``steps`` steps, ``per_mark`` of them a character: a mark in ``loud`` among them, else that of the middle one."""
+    marks = [FREE] * steps
+    for first, count, mark in stretches:
+        marks[first : first + count] = mark * count
+    drawn = []
     for begin in range(0, steps, per_mark):
-        middle = begin + (min(per_mark, steps - begin) - 1) // 2
-        marks.append(next((s.mark for s in stretches if s.first <= middle < s.first + s.steps), idle))
-    return "".join(marks)
+        some = marks[begin : begin + per_mark]
+        drawn.append(next((mark for mark in loud if mark in some), some[(len(some) - 1) // 2]))
+    return "".join(drawn)

@@ -352,7 +352,9 @@ class Report:
         label = len(f"{pool.num_cells:,}")
         drawing = draw_pool(pool, max(8, min(64, self.console.width - label - 3)), _MAP_ROWS)
         each = f"{drawing.per_mark} {unit}s" if drawing.per_mark > 1 else f"a {unit}"
-        self._say(f"{pool.num_cells:,} {unit}s of {pool.cell_tokens} tokens, a character is {each}", style="dim")
+        self._say(
+            f"{pool.num_cells:,} {unit}s of {pool.cell_tokens} tokens, a character is {each}", style="dim"
+        )
         for row in drawing.rows:
             line = Text(f" {row.first:>{label},} ", style="dim")
             for mark, marks in groupby(row.marks):
@@ -372,7 +374,9 @@ class Report:
         for one in shown:
             if one in listed:
                 mark = drawing.letters[one.id]
-                name = Text(f"{mark} ", style=_mark_style(mark)).append(literal(one.id), style="default")
+                name = Text(mark, style=_mark_style(mark))
+                if one.id != mark:
+                    name.append(f" {literal(one.id)}", style="default")
                 shared = f"{one.shared_cells:,}"
                 table.add_row(name, f"{one.cells:,}", shared, f"{one.tokens:,}", "")
         rest = len(pool.requests) - len(listed)
@@ -398,9 +402,9 @@ class Report:
         table = _table("logical", "physical", f"{unit}s", "tokens", "users")
         for run in pool.table[:_TABLE_RUNS]:
             table.add_row(
-                _span(run.logical, run.count),
-                _span(run.physical, run.count),
-                f"{run.count:,}",
+                _span(run.logical, run.cells),
+                _span(run.physical, run.cells),
+                f"{run.cells:,}",
                 f"{run.tokens:,}",
                 f"{run.users:,}",
             )
@@ -475,7 +479,7 @@ class Report:
         self._say(f"{part.title}: {part.steps:,} steps, a character is {each}", style="bold")
         for lane in part.lanes:
             line = Text(f" {lane.name:<{label}} ", style="dim")
-            for mark, marks in groupby(draw_lane(lane.stretches, part.steps, per_mark)):
+            for mark, marks in groupby(draw_lane(lane.stretches, part.steps, per_mark, loud=part.loud)):
                 line.append("".join(marks), style=_mark_style(mark))
             self.console.print(line)
 
@@ -626,7 +630,9 @@ def _value(value: Value, unit: Unit) -> str:
         return next(
             (f"{value / size:.3g} {name}" for size, name in _FLOP_UNITS if value >= size), f"{value:,} FLOP"
         )
-    return format_count(value) if isinstance(value, int) else f"{value:,.3f}"
+    if isinstance(value, int):
+        return format_count(value)
+    return f"{value:,.3f}".rstrip("0").rstrip(".") if value >= 1 else f"{value:.3g}"
 
 
 def _span(first: int, count: int) -> str:

@@ -93,8 +93,10 @@ class Roofline:
 
 
 class Flops(NamedTuple):
-    """Floating-point operations of one rank: of a token's matrix products without the vocabulary's, of a sequence that
-    samples, and of one token's attention to one token of its context.
+    """Floating-point operations of one rank.
+
+    Of a token's matrix products without the vocabulary's, of a sequence that samples, and of a pair: one token's
+    attention to one token of its context.
     """
 
     per_token: int

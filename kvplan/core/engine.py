@@ -266,7 +266,7 @@ class Holding(NamedTuple):
     """What one request holds: cells in the order of its tokens, and how many of their slots have KV."""
 
     id: str
-    cells: Sequence[int]
+    cells: Seq[int]
     tokens: int
 
 
@@ -274,12 +274,12 @@ class PoolPicture(NamedTuple):
     """A pool after a step's scheduling, as it is, cheap to take; for maps of it.
 
     A cell is the least that an engine hands out: a block, or one slot where stretches of any length are reserved.
-    Cells are ``first .. first+count-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a cell holds
+    Cells are ``first .. first+num_cells-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a cell holds
     nothing that another request could reuse; an engine without a prefix cache leaves ``contents`` empty.
     """
 
     cell_tokens: int
     first: int
-    count: int
-    holdings: Sequence[Holding]
-    contents: Sequence[object] = ()
+    num_cells: int
+    holdings: Seq[Holding]
+    contents: Seq[object] = ()

@@ -30,7 +30,7 @@ class Extent(NamedTuple):
     """Neighbouring cells in the same state; ``request`` is the one that has them to itself, else None."""
 
     first: int
-    count: int
+    cells: int
     state: State
     request: str | None
 
@@ -52,7 +52,7 @@ class TableRun(NamedTuple):
 
     logical: int
     physical: int
-    count: int
+    cells: int
     tokens: int
     users: int
 
@@ -97,7 +97,7 @@ def pool_map(
     picture: PoolPicture, *, step: int, time_s: float | None = None, table_of: str | None = None
 ) -> PoolMap:
     """The map of a picture. ``table_of`` must hold something, if it is given. O(cells)."""
-    first, count, size = picture.first, picture.count, picture.cell_tokens
+    first, count, size = picture.first, picture.num_cells, picture.cell_tokens
     users = [0] * (first + count)
     owner = [-1] * (first + count)
     empty = bytearray(first + count)
@@ -120,7 +120,7 @@ def pool_map(
     extents = tuple(_extents([state(cell) for cell in range(first, first + count)], first))
     totals: dict[State, int] = dict.fromkeys(STATES, 0)
     for extent in extents:
-        totals[extent.state] += extent.count
+        totals[extent.state] += extent.cells
     table: tuple[TableRun, ...] = ()
     if table_of is not None:
         (holding,) = [one for one in picture.holdings if one.id == table_of]

@@ -272,7 +272,13 @@ class Simulation:
             )
         names = [holding.id for holding in picture.holdings]
         if name is not None and name not in names:
-            raise unknown_name(f"request among those that hold blocks in step {fullest.step}", name, names, where="--map-request", listing="the legend of --map")
+            raise unknown_name(
+                f"request among those that hold blocks in step {fullest.step}",
+                name,
+                names,
+                where="--map-request",
+                listing="the legend of --map",
+            )
         scale = self.seconds_per_tick
         time_s = None if scale is None else seconds(fullest.start, scale)
         return pool_map(picture, step=fullest.step, time_s=time_s, table_of=name)

@@ -63,8 +63,8 @@ def explain(example: Example) -> Explanation:
     return example.explanation(
         [
             Prose(
-                f"{places} places; answers of {', '.join(f'{output:,}' for output in outputs)} tokens come "
-                f"{rounds} times over. A static batch ends with its longest, and who is done leaves an empty place "
+                f"{_some(places, 'place')}; answers of {', '.join(f'{output:,}' for output in outputs)} tokens come "
+                f"{_some(rounds, 'time')} over. A static batch ends with its longest, and who is done leaves an empty place "
                 "until then. With continuous batching the next request takes it in the same step."
             ),
             Timeline("static", "Static", static_steps, _lanes(static, places), static_steps),
@@ -100,6 +100,10 @@ def _requests(outputs: Sequence[int], rounds: int, *, wave: int) -> list[Request
         for turn in range(rounds)
         for i, output in enumerate(outputs)
     ]
+
+
+def _some(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _mean_end(trial: Trial) -> float:

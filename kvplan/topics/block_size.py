@@ -23,7 +23,9 @@ def explain(example: Example) -> Explanation:
     wastes: dict[int, float] = {}
     for size in sizes:
         blocks = max(2, _POOL_TOKENS // size + 1)
-        found = simulate(_WORKLOAD, num_gpu_blocks_override=blocks, block_size=size, max_model_len=_POOL_TOKENS // 8)
+        found = simulate(
+            _WORKLOAD, num_gpu_blocks_override=blocks, block_size=size, max_model_len=_POOL_TOKENS // 8
+        )
         shares = found.kv
         empty = (shares.internal_fragmentation or 0.0) + (shares.reserved_share or 0.0)
         wastes[size] = empty
@@ -51,13 +53,13 @@ def explain(example: Example) -> Explanation:
                 "block_sizes",
                 (
                     Column("block_size", "block"),
-                    Column("block_bytes", "", "bytes"),
+                    Column("block_bytes", "its K/V", "bytes"),
                     Column("mean_empty_slots", "empty slots"),
                     Column("empty_share", "empty", "share"),
                     Column("internal_fragmentation", "for good", "share"),
                     Column("hit_rate", "hits", "share"),
-                    Column("table_entries", "table"),
-                    Column("table_bytes", "", "bytes"),
+                    Column("table_entries", "entries"),
+                    Column("table_bytes", "table", "bytes"),
                 ),
                 tuple(rows),
                 f"Mean empty slots of a sequence; empty slots and hits of the workload {_WORKLOAD} over time; table "
@@ -68,5 +70,7 @@ def explain(example: Example) -> Explanation:
                 f"{format_share(wastes[best])}."
             ),
         ],
-        ["Empty slots include those that their owner fills later; what is empty for good is the smaller share."],
+        [
+            "Empty slots include those that their owner fills later; what is empty for good is the smaller share."
+        ],
     )

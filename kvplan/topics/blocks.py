@@ -21,7 +21,11 @@ def explain(example: Example) -> Explanation:
     longest = deployment.max_model_len
     table_blocks = -(-longest // size)
     capacity = example.served.capacity
-    memory: tuple[Value, ...] = ("physical memory", "the pool", f"--gpu says how many blocks of {size} tokens")
+    memory: tuple[Value, ...] = (
+        "physical memory",
+        "the pool",
+        f"--gpu says how many blocks of {size} tokens",
+    )
     if capacity is not None:
         memory = (
             "physical memory",
@@ -34,22 +38,32 @@ def explain(example: Example) -> Explanation:
     trial = try_out(requests, example.config(_POOL_BLOCKS), table_of="A")
     pool = trial.fullest
     run = pool.table[-1]
-    logical, physical = run.logical + run.count - 1, run.physical + run.count - 1
+    logical, physical = run.logical + run.cells - 1, run.physical + run.cells - 1
     token = next(one.tokens for one in pool.requests if one.id == "A") - 1
     rows: tuple[tuple[Value, ...], ...] = (
         ("byte", "token", f"{format_bytes(kv.bytes_per_token)} of K/V"),
         ("page", "block", f"{size} tokens, {format_bytes(kv.bytes_per_block)}"),
         memory,
         ("process", "sequence", f"up to {longest:,} tokens, {table_blocks:,} blocks"),
-        ("page table", "block table", f"{table_blocks:,} entries, {format_bytes(table_blocks * _ENTRY_BYTES)}"),
+        (
+            "page table",
+            "block table",
+            f"{table_blocks:,} entries, {format_bytes(table_blocks * _ENTRY_BYTES)}",
+        ),
         ("page fault", "the last block is full", f"every {size} tokens a block from the free list"),
         ("shared page", "shared prefix", "one block, several tables, a count of users"),
-        ("copy on write", "a shared block is written to", f"{format_bytes(kv.bytes_per_block)} are copied first"),
+        (
+            "copy on write",
+            "a shared block is written to",
+            f"{format_bytes(kv.bytes_per_block)} are copied first",
+        ),
         ("swapping", "preemption", "blocks are given up, and computed again or fetched back"),
     )
     return example.explanation(
         [
-            Prose("A sequence sees one stretch of memory; its table says which block each part of it lies in."),
+            Prose(
+                "A sequence sees one stretch of memory; its table says which block each part of it lies in."
+            ),
             Table(
                 "analogy",
                 (

@@ -85,9 +85,11 @@ class Example:
         """Numbers of a list with commas, each at least 1. Raises `InputError`."""
         text = self.choose(name, default)
         parts = [part.strip().replace("_", "") for part in text.split(",")]
-        if not all(part.isascii() and part.isdigit() and 0 < int(part[:9]) for part in parts):
+        if not all(part.isascii() and part.isdigit() and int(part[:9]) > 0 for part in parts):
             raise InputError(
-                f'"{text}" is no list of whole numbers', where=flag(name), hint=f"write numbers such as {default}"
+                f'"{text}" is no list of whole numbers',
+                where=flag(name),
+                hint=f"write numbers such as {default}",
             )
         numbers = tuple(int(part[:12]) for part in parts)
         if len(numbers) > 26 or max(numbers) > _MOST_TOKENS:
@@ -154,12 +156,14 @@ class Example:
 class Moment(NamedTuple):
     """A step of a trial: what was computed, who waits and who was preempted, ``used`` blocks after scheduling.
 
+    ``lost_tokens`` are what each of the preempted had computed.
     ``clock`` is the time after the step, in what the price counts.
     """
 
     scheduled: dict[str, int]
     waiting: int
     preempted: tuple[str, ...]
+    lost_tokens: tuple[int, ...]
     finished: tuple[str, ...]
     used: int
     clock: int
@@ -214,7 +218,9 @@ def try_out(
         if isinstance(turn, Turn):
             moments.append(_moment(turn, config.usable_blocks, record.end))
 
-    outcome = run(requests, engine, price or constant(1), metrics, step_numbered=price is None, observe=observe)
+    outcome = run(
+        requests, engine, price or constant(1), metrics, step_numbered=price is None, observe=observe
+    )
     assert outcome.status == "done", "an example fits its pool"
     assert fullest.picture is not None, "an example has a request that runs"
     return Trial(
@@ -230,6 +236,7 @@ def _moment(turn: Turn[Any], usable: int, clock: int) -> Moment:
         {sequence.id: tokens for sequence, tokens in turn.scheduled},
         turn.waiting,
         tuple(sequence.id for sequence in turn.preempted),
+        tuple(why.lost_tokens for why in turn.preemptions),
         tuple(sequence.id for sequence in turn.finished),
         usable - turn.free_blocks,
         clock,

@@ -34,13 +34,16 @@ def explain(example: Example) -> Explanation:
         else:
             row = cache.payload_bytes(128, form) * layers / 128
             parts.append(Formula(f"{layers} layers of {cache.kind}: {row:,.0f} B a token"))
+    more = " more, once windows are full" if kv.fixed_bytes_per_sequence else ""
     figures = [
-        Figure("bytes_per_token", "a token", kv.bytes_per_token, "exact_bytes"),
+        Figure("bytes_per_token", f"a token{more}", kv.bytes_per_token, "exact_bytes"),
         Figure("bytes_per_block", f"a block of {kv.block_size} tokens", kv.bytes_per_block, "exact_bytes"),
     ]
     if kv.fixed_bytes_per_sequence:
         figures.append(
-            Figure("fixed_bytes_per_sequence", "fixed, a sequence", kv.fixed_bytes_per_sequence, "exact_bytes")
+            Figure(
+                "fixed_bytes_per_sequence", "fixed, a sequence", kv.fixed_bytes_per_sequence, "exact_bytes"
+            )
         )
     spread = spec.num_heads // spec.num_kv_heads if spec.num_kv_heads else 1
     if spread > 1 and all(isinstance(cache, FullAttention) for cache, _ in spec.attention):
@@ -63,9 +66,9 @@ def explain(example: Example) -> Explanation:
             "lengths",
             (
                 Column("tokens", "tokens"),
-                Column("bytes", "bytes"),
-                Column("gib", "GiB (2^30)", "count"),
-                Column("gb", "GB (10^9)", "count"),
+                Column("bytes", "K/V", "exact_bytes"),
+                Column("gib", "GiB (2^30)"),
+                Column("gb", "GB (10^9)"),
             ),
             tuple(rows),
         )

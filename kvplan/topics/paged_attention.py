@@ -1,6 +1,6 @@
 """`kvplan explain paged-attention`: attention over K/V in one piece, and over blocks gathered by a table.
 
-The only topic that needs NumPy. A block table comes from a run of the engine beside a neighbour, so its blocks are
+The only topic that needs NumPy. The block table comes from a run of the engine beside neighbours, so its blocks are
 scattered.
 """
 
@@ -49,8 +49,8 @@ def explain(example: Example) -> Explanation:
     keys = rng.standard_normal((length, kv_heads, dim), dtype=np.float32)
     values = rng.standard_normal((length, kv_heads, cache.value_size), dtype=np.float32)
 
-    key_pool = _scattered(keys, table, size)
-    value_pool = _scattered(values, table, size)
+    key_pool = _scattered(keys, table, size, rng)
+    value_pool = _scattered(values, table, size, rng)
     in_one_piece = _attention(query, keys, values)
     from_blocks = _attention(query, _gathered(key_pool, table, length), _gathered(value_pool, table, length))
     wrong = [*table]
@@ -61,7 +61,12 @@ def explain(example: Example) -> Explanation:
     rows: tuple[tuple[Value, ...], ...] = (
         ("in one piece", "contiguous", None, None),
         ("gathered by the table", f"{len(table):,} blocks", equal, int((in_one_piece != from_blocks).sum())),
-        ("with one wrong entry", f"{len(table):,} blocks", not noticed, int((in_one_piece != mistaken).sum())),
+        (
+            "with one wrong entry",
+            f"{len(table):,} blocks",
+            not noticed,
+            int((in_one_piece != mistaken).sum()),
+        ),
     )
     entries = ", ".join(f"{block}" for block in table[:_SHOWN])
     more = ", ..." if len(table) > _SHOWN else ""
@@ -70,7 +75,7 @@ def explain(example: Example) -> Explanation:
             Prose(
                 f"One layer of {spec.name} in float32: a query of {heads} heads of {dim} attends to {length:,} tokens. "
                 f"Their K/V lie in one piece, and again in blocks of {size} that the engine gave to a sequence "
-                "beside a neighbour. A block table changes where K/V are read, not what is computed."
+                "beside two neighbours. A block table changes where K/V are read, not what is computed."
             ),
             Formula(f"block table: {entries}{more}"),
             Formula(f"token t lies in block table[t // {size}], slot t % {size}"),
@@ -89,7 +94,9 @@ def explain(example: Example) -> Explanation:
                 (
                     Figure("bitwise_equal", "equal to the last bit", equal, "text"),
                     Figure("blocks", "blocks gathered", len(table)),
-                    Figure("bytes_read", "K/V read in a layer", keys.nbytes + values.nbytes, "bytes", "float32"),
+                    Figure(
+                        "bytes_read", "K/V read in a layer", keys.nbytes + values.nbytes, "bytes", "float32"
+                    ),
                 )
             ),
         ],
@@ -101,19 +108,26 @@ def explain(example: Example) -> Explanation:
 
 
 def _block_table(example: Example, length: int) -> list[int]:
-    """The physical blocks of a sequence that grew by turns with another one."""
+    """The physical blocks of a sequence that grew by turns with others, one of which left its blocks behind."""
     size = example.block_size
-    half = max(1, length // 2)
-    requests = [Request("neighbour", 0, half, length), Request("one", 0, half, length - half + 1)]
-    pool = 2 * (-(-2 * length // size) + 2)
+    requests = [
+        Request("brief", 0, 1, length // 3 + 1),
+        Request("one", 0, 1, length),
+        Request("long", 0, 1, length),
+    ]
+    pool = 3 * (-(-length // size) + 2)
     trial = try_out(requests, example.config(pool), table_of="one")
-    blocks = [run.physical + i for run in trial.fullest.table for i in range(run.count)]
-    return blocks[: -(-length // size)]
+    return [run.physical + i for run in trial.fullest.table for i in range(run.cells)]
 
 
-def _scattered(rows: NDArray[np.float32], table: list[int], size: int) -> NDArray[np.float32]:
-    """A pool ``[blocks, size, heads, dim]`` with rows of ``[tokens, heads, dim]`` where the table says."""
-    pool = np.zeros((max(table) + 2, size, *rows.shape[1:]), dtype=rows.dtype)
+def _scattered(
+    rows: NDArray[np.float32], table: list[int], size: int, rng: np.random.Generator
+) -> NDArray[np.float32]:
+    """A pool ``[blocks, size, heads, dim]`` with rows of ``[tokens, heads, dim]`` where the table says.
+
+    All other slots hold something else, as if they were others'.
+    """
+    pool = rng.standard_normal((max(table) + 2, size, *rows.shape[1:]), dtype=np.float32)
     for logical, block in enumerate(table):
         part = rows[logical * size : (logical + 1) * size]
         pool[block, : len(part)] = part

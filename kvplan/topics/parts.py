@@ -75,13 +75,17 @@ class Lane(NamedTuple):
 
 
 class Timeline(NamedTuple):
-    """What places do over ``steps`` steps. ``ruler`` steps fill the width, so that timelines can be compared."""
+    """What places do over ``steps`` steps. ``ruler`` steps fill the width, so that timelines can be compared.
+
+    Where several steps are one character, the marks in ``loud`` are shown before others, the first of them first.
+    """
 
     key: str
     title: str
     steps: int
     lanes: tuple[Lane, ...]
     ruler: int
+    loud: str = ""
 
 
 class Grid(NamedTuple):

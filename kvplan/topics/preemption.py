@@ -35,11 +35,13 @@ def explain(example: Example) -> Explanation:
     example.check_small(count * (prompt + answer))
     if count > len(ascii_uppercase):
         raise InputError(
-            f"{count} requests are too many to draw", where="--requests", hint=f"at most {len(ascii_uppercase)}"
+            f"{count} requests are too many to draw",
+            where="--requests",
+            hint=f"at most {len(ascii_uppercase)}",
         )
     size, each = example.block_size, -(-(prompt + answer) // example.block_size)
-    # All prompts find room, and so does one whole request; not all of them at their full length.
-    room = example.choose("num_gpu_blocks_override", max(each, count * -(-prompt // size) + count // 2) + 1)
+    # All prompts find room and a block more each; one whole request does, all of them do not.
+    room = example.choose("num_gpu_blocks_override", max(each, count * -(-prompt // size) + count) + 1)
     if room - 1 < each:
         raise InputError(
             f"{room} blocks do not hold one request of {prompt + answer} tokens",
@@ -50,8 +52,8 @@ def explain(example: Example) -> Explanation:
     small = try_out(requests, example.config(room - 1, max_num_seqs=count, length=prompt + answer))
     ample = try_out(requests, example.config(count * each, max_num_seqs=count, length=prompt + answer))
     figures = small.metrics.preemption_figures()
-    causes = small.metrics.preemption_causes()
-    lost = [case.preemption.lost_tokens for case in causes.worst]
+    lost = [tokens for moment in small.moments for tokens in moment.lost_tokens]
+    let_in = len(small.moments[0].scheduled)
     flops = step_flops(example.served)
     again = sum(flops.of(StepWork(chunks=[(0, tokens)])) for tokens in lost) if flops else None
     moved = 2 * sum(-(-tokens // size) for tokens in lost) * example.block_bytes
@@ -68,9 +70,14 @@ def explain(example: Example) -> Explanation:
     return example.explanation(
         [
             Prose(
-                f"{count} requests of {prompt} tokens in and {answer} out take {each} blocks of {size} tokens each at "
-                f"the end; the pool has {room - 1}. All are let in, since their prompts fit. When one needs its next "
-                "block and none is free, who came last gives up all of its own, waits, and is computed again."
+                f"A request of {prompt} tokens in and {answer} out takes {each} blocks of {size} tokens at the end. "
+                f"{count} of them want {count * each}; the pool has {room - 1}, and lets in {let_in} by their prompts. "
+                + (
+                    "When one needs its next block and none is free, who came last gives up all of its own, waits, "
+                    "and is computed again."
+                    if figures.events
+                    else "Nobody has to give up a block."
+                )
             ),
             Timeline(
                 "steps",
@@ -78,6 +85,7 @@ def explain(example: Example) -> Explanation:
                 len(small.moments),
                 (*(_lane(request.id, small) for request in requests), _free(small, room - 1)),
                 len(small.moments),
+                loud=_LOST + _AGAIN + _PROMPT,
             ),
             Table(
                 "runs",
@@ -93,7 +101,7 @@ def explain(example: Example) -> Explanation:
             Figures(
                 (
                     Figure("preemptions", "preemptions", figures.events),
-                    Figure("lost_tokens", "tokens thrown away", causes.lost_tokens),
+                    Figure("lost_tokens", "tokens thrown away", sum(lost)),
                     Figure("recomputed_tokens", "computed again", figures.recomputed_tokens),
                     Figure("recompute_flops", "which takes", again, "flops"),
                     Figure("swapped_bytes", "swapped out and in it were", moved, "exact_bytes"),

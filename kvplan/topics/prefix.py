@@ -18,7 +18,9 @@ def explain(example: Example) -> Explanation:
     example.check_small(count * (shared + own + answer))
     size, block = example.block_size, example.block_bytes
     requests = [
-        Request(f"{i}", 0, shared + own, answer, 0, (Segment("prefix", 0, shared), Segment(f"own:{i}", 0, own)))
+        Request(
+            f"{i}", 0, shared + own, answer, 0, (Segment("prefix", 0, shared), Segment(f"own:{i}", 0, own))
+        )
         for i in range(count)
     ]
     pool = count * -(-(shared + own + answer) // size)
@@ -56,14 +58,16 @@ def explain(example: Example) -> Explanation:
                 "have equal hashes: whoever comes later takes the block that is there, and its count of users goes "
                 "up."
             ),
-            Formula(f"{shared:,} // {size} = {whole:,} blocks of prefix = {prefix:,} B = {format_bytes(prefix)}"),
+            Formula(
+                f"{shared:,} // {size} = {whole:,} blocks of prefix = {prefix:,} B = {format_bytes(prefix)}"
+            ),
             Formula(f"{count} times: {count * prefix:,} B; once: {prefix:,} B"),
             Table(
                 "runs",
                 (
                     Column("prefix", "prefix", "text"),
                     Column("peak_blocks", "blocks"),
-                    Column("peak_bytes", "", "bytes"),
+                    Column("peak_bytes", "memory", "bytes"),
                     Column("shared_blocks", "shared"),
                     Column("computed_tokens", "computed"),
                     Column("hit_rate", "hits", "share"),

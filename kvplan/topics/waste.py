@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvplan.core.request import Request
+from kvplan.errors import InputError
 from kvplan.topics.example import Example, try_out
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Prose, Table, Value
 from kvplan.units import format_share
@@ -13,6 +14,12 @@ def explain(example: Example) -> Explanation:
     example.keeps_all_tokens()
     reserved = example.seq()
     lengths = example.tokens("used_tokens", "50,200,1000")
+    if max(lengths) > reserved:
+        raise InputError(
+            f"{max(lengths):,} tokens are more than the {reserved:,} that are reserved",
+            where="--used-tokens",
+            hint="give --seq too",
+        )
     size, reservation = example.block_size, example.payload_bytes(reserved)
     rows: list[tuple[Value, ...]] = []
     blocks = 0
@@ -57,7 +64,8 @@ def explain(example: Example) -> Explanation:
             ),
         ],
         [
-            "Texts that state a waste of 60 to 80 % mean the mean over a workload (docs/metrics.md, the four "
-            f"shares); of these {len(lengths)} sequences it is {format_share(1 - used / whole)}."
+            "The waste of 60 to 80 % that texts about vLLM state is that of whole workloads; of these "
+            f"{len(lengths)} sequences it is {format_share(1 - used / whole)}, in blocks "
+            f"{format_share(1 - used / paged)}."
         ],
     )

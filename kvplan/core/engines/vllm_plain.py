@@ -198,7 +198,7 @@ class VllmPlain:
         return PoolPicture(
             cell_tokens=self.config.block_size,
             first=1,
-            count=self.config.usable_blocks,
+            num_cells=self.config.usable_blocks,
             holdings=[
                 Holding(sequence.id, tuple(sequence.blocks), sequence.computed)
                 for sequence in (*turn.finished, *self.running)
