@@ -16,10 +16,10 @@ from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError, unknown_name
 from kvplan.units import parse_size
 
+#: Engines that reserve contiguous memory.
+CONTIGUOUS_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
 #: Engines whose pools can be sized.
-ENGINES = ("vllm", "paged", "sglang", "tensorrt-llm", "llama.cpp")
-#: Engines of the contract that come later; named so that asking for one gets a true answer.
-LATER_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
+ENGINES = ("vllm", "paged", "sglang", "tensorrt-llm", "llama.cpp", *CONTIGUOUS_ENGINES)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -293,10 +293,8 @@ class Engine(NamedTuple):
 def parse_engine(text: str | None) -> Engine:
     """The engine that ``--engine`` names; None: vLLM by the newest rules. Raises `InputError` for any other."""
     name, _, version = (text or "vllm").strip().partition("@")
-    if name in LATER_ENGINES:
-        raise InputError(f"not yet supported: engine {name}", where="--engine", hint="use vllm")
     if name not in ENGINES:
-        raise unknown_name("engine", name, [*ENGINES, *LATER_ENGINES], where="--engine")
+        raise unknown_name("engine", name, ENGINES, where="--engine")
     if name == "vllm":
         return Engine(name, vllm_rules(version).version)
     if version:
@@ -335,8 +333,12 @@ class Resolver(Generic[Options]):
         if value is None:
             self.settings[name] = Setting(default, source, given=False)
             return default
-        self.settings[name] = Setting(value, self._origins.get(name, flag(name)), given=True)
+        self.settings[name] = Setting(value, self.source_of(name), given=True)
         return cast("Value", value)  # set_option keeps each field to its own type
+
+    def source_of(self, name: str) -> str:
+        """Where the value of a given option came from."""
+        return self._origins.get(name, flag(name))
 
     def note(self, name: str, value: object, source: str, *, given: bool = False) -> None:
         """Record a setting that is not chosen but follows from others."""
@@ -353,7 +355,7 @@ class Resolver(Generic[Options]):
             value = getattr(self.options, item.name)
             if item.name not in self.settings and value != item.default:
                 shown = list(value) if isinstance(value, tuple) else value
-                self.note(item.name, shown, self._origins.get(item.name, flag(item.name)), given=True)
+                self.note(item.name, shown, self.source_of(item.name), given=True)
 
     def note_engine(self) -> Engine:
         """Whose rules are followed: the ones asked for, or the newest of vLLM that are held."""

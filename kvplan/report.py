@@ -854,9 +854,12 @@ def _simulate_headline(result: SimulateResult) -> str:
     if "model" in settings:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
+    simulation = result.simulation
+    if simulation["scheduler_version"] is None:
+        return f"{what}, engine {simulation['engine']} ({simulation['verified']})"
     return (
-        f"{what}, vLLM {result.simulation['scheduler_version']} scheduler, "
-        f"{'asynchronous' if result.simulation['async_scheduling'] else 'synchronous'}"
+        f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
+        f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
     )
 
 
@@ -900,7 +903,9 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
     rows += [
         (
             "KV pool",
-            f"{kv.num_gpu_blocks:,} blocks of {kv.block_size} tokens; at most {kv.peak_blocks:,} in use",
+            f"{kv.num_gpu_blocks:,} "
+            + (f"blocks of {kv.block_size} tokens" if kv.block_size > 1 else "slots of a token")
+            + f"; at most {kv.peak_blocks:,} in use",
         ),
         (
             "utilization",

@@ -49,6 +49,7 @@ MEMORY = {
 }
 SCHEDULING = {
     "request": 0,
+    "buddy": 0,
     "content": 1,
     "extents": 2,
     "pool": 3,

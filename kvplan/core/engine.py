@@ -24,7 +24,7 @@ RESTARTS_TO_GIVE_UP = 4
 class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
-    ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
+    ``num_gpu_blocks`` counts the ``null_blocks``, which never hold tokens. Lengths and budgets are in tokens.
     Defaults are vLLM 0.33's.
     """
 
@@ -41,11 +41,12 @@ class SchedulerConfig:
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
+    null_blocks: int = 1
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that can hold tokens: all but the null block."""
-        return self.num_gpu_blocks - 1
+        return self.num_gpu_blocks - self.null_blocks
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -162,8 +163,9 @@ class Turn(Generic[S]):
 
     Counts taken after scheduling: ``free_blocks``, ``cached_blocks`` (those of them that hold reusable content),
     ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
-    blocks without KV) and ``reserved_slots`` (those of them that their owner will fill). ``free_blocks_end`` is taken
-    after the finished were freed.
+    blocks without KV), ``reserved_slots`` (those of them that their owner will fill) and ``hole_slots`` (free slots,
+    while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
+    finished were freed.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
     ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
@@ -180,6 +182,7 @@ class Turn(Generic[S]):
         "finished",
         "free_blocks",
         "free_blocks_end",
+        "hole_slots",
         "new_blocks",
         "preempted",
         "preemptions",
@@ -224,6 +227,7 @@ class Turn(Generic[S]):
         self.shared_blocks = 0
         self.empty_slots = 0
         self.reserved_slots = 0
+        self.hole_slots = 0
 
     @property
     def is_dead(self) -> bool:
@@ -255,6 +259,7 @@ class DecodeRun(Generic[S]):
     waste_begun: Seq[tuple[int, int]]
     finished: Seq[S]
     free_blocks_end: int
+    hole_slots: int = 0
 
     @property
     def first_work(self) -> StepWork:

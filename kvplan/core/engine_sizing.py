@@ -143,6 +143,15 @@ def engine_sizing(name: str, version: str = "") -> EngineSizing:
             lambda spec, deployment, gpu: llama_cpp.llama_cpp_overhead(spec, deployment),
             overhead_is_guess=True,
         )
+    if name in ("static", "orca-max", "orca-pow2", "orca-oracle"):
+        from kvplan.core.pools import paged
+
+        return EngineSizing(
+            paged.ContiguousRules(name),
+            paged.ContiguousPool,
+            pipeline_stages,
+            lambda spec, deployment, gpu: paged.paged_overhead(spec, deployment, _capability(gpu)),
+        )
     assert name == "vllm", "options name no other engine"
     return EngineSizing(vllm_rules(version), VllmPool, pipeline_stages, _vllm_overhead)
 

@@ -178,13 +178,13 @@ class _OverTime:
         self.opening = 0
         #: Ticks at each number of used blocks; integrals over ticks; maxima.
         self.ticks_at: defaultdict[int, int] = defaultdict(int)
-        self.running = self.waiting = self.tokens = self.waste = 0
+        self.running = self.waiting = self.tokens = self.waste = self.holes = 0
         self.running_max = self.waiting_max = self.shared_max = 0
         self._used: list[int] = []
         self._ticks: list[int] = []
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
-        self._waited = 0
+        self._waited = self._in_holes = 0
         # So many of the lists came up to the last finish.
         self._sure_levels = self._sure_states = 0
 
@@ -215,6 +215,7 @@ class _OverTime:
             self._ticks.append(ticks)
             queues = (state.running, state.waiting, state.shared_blocks)
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
+            self._in_holes += state.hole_slots * ticks
 
     def note_run(
         self,
@@ -247,11 +248,13 @@ class _OverTime:
             if offset:
                 waste_ticks += slots * sum(ticks[offset:])
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
+        self._in_holes += run.hole_slots * total
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
         self.waiting += self._waited
-        self._waited = 0
+        self.holes += self._in_holes
+        self._waited = self._in_holes = 0
         self._sure_levels = len(self._used)
         self._sure_states = len(self._states)
         if self._sure_levels > _SUMMED_AT_ONCE:
@@ -317,12 +320,13 @@ class Metrics:
         block_size: int,
         prefix_caching: bool,
         seconds_per_tick: Fraction | None,
+        null_blocks: int = 1,
         warmup: int = 0,
         slo: Slo | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
-        self.usable_blocks = num_gpu_blocks - 1
+        self.usable_blocks = num_gpu_blocks - null_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
@@ -534,11 +538,11 @@ class Metrics:
         ticks_at = over_time.ticks_at
         levels = sorted(ticks_at)
         block_ticks = sum(used * ticks_at[used] for used in levels)
-        slot_ticks = block_ticks * self.block_size
-        tokens, waste = over_time.tokens, over_time.waste
+        held = block_ticks * self.block_size
+        tokens, waste, holes = over_time.tokens, over_time.waste, over_time.holes
 
         def share(part: int) -> float | None:
-            return part / slot_ticks if slot_ticks else None
+            return part / (held + holes) if held + holes else None
 
         def level(percent: int) -> float | None:
             """The smallest utilization such that the time at or below it reaches the percentage of W."""
@@ -558,8 +562,8 @@ class Metrics:
             ),
             token_share=share(tokens),
             internal_fragmentation=share(waste),
-            reserved_share=share(slot_ticks - tokens - waste),
-            external_fragmentation=share(0),  # a pool of equal blocks has no holes too small
+            reserved_share=share(held - tokens - waste),
+            external_fragmentation=share(holes),  # 0 in a pool of equal blocks
             peak_blocks=peak if window else self.peak_blocks,
         )
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn
 from kvplan.core.simulate import StepRecord
 
 
+@runtime_checkable
 class Pictured(Protocol):
     """An engine whose pool can be drawn."""
 

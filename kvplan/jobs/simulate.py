@@ -15,14 +15,15 @@ from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engine_sizing import engine_sizing
+from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, check_longest, longest_place
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
-from kvplan.core.pool_map import FullestStep, PoolMap, pool_map
+from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
-from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
     Engine,
@@ -191,7 +192,7 @@ class Simulation:
             if num_gpu_blocks is not None:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
-                self._plan.config.check()
+                _check_start(self._plan)
             self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
         except KvplanError:
             self.trace.close()
@@ -223,10 +224,10 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers or self.options.map else "fast")
-        engine = VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+        engine = _make_engine(plan, path)
         fullest: FullestStep | None = None
         if self.options.map:
-            assert isinstance(engine, VllmPlain), "the fast engine knows no block ids"
+            assert isinstance(engine, Pictured), "watched engines can be drawn"
             fullest = FullestStep(engine, self.options.at_step)
             turns = [*turns, fullest]
         metrics = figures.Metrics(
@@ -234,6 +235,7 @@ class Simulation:
             block_size=plan.config.block_size,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
+            null_blocks=plan.config.null_blocks,
             warmup=self._warmup,
             slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
             on_request=on_request,
@@ -299,10 +301,10 @@ def _result(
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION,
+            "scheduler_version": SCHEDULER_VERSION if plan.engine.name == "vllm" else None,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden",
+            "verified": "golden" if plan.engine.name == "vllm" else "approximated",
             "status": status,
             "reason": reason,
         },
@@ -325,16 +327,23 @@ def _result(
     )
 
 
+#: Why an engine turns away what would block its queue for ever.
+_TOO_LARGE = ("reservation_exceeds_pool", "prompt_exceeds_max_num_batched_tokens")
+
+
 def _request_warnings(
     counts: figures.RequestCounts, trace: TraceStream, config: SchedulerConfig
 ) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
-    if counts.rejected:
+    too_large = sum(counts.reject_reasons.get(reason, 0) for reason in _TOO_LARGE)
+    if too_large:
+        warnings.append(f"{too_large:,} requests were turned away: no pool or batch of this size holds them")
+    if counts.rejected > too_large:
         warnings.append(
-            f"{counts.rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
-            f"{config.max_model_len:,}"
+            f"{counts.rejected - too_large:,} requests were turned away: their prompt is empty or reaches "
+            f"max_model_len {config.max_model_len:,}"
         )
     if counts.truncated:
         warnings.append(
@@ -360,6 +369,26 @@ class _Plan:
     engine: Engine
 
 
+def _make_engine(plan: _Plan, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
+    """The engine of that name; ``plain``: one whose every step can be watched."""
+    for reservation in RESERVATIONS:
+        if plan.engine.name == reservation:
+            return Contiguous(plan.config, reservation, watched=path == "plain")
+    return VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+
+
+def _check_start(plan: _Plan) -> None:
+    """Refuse what the engine refuses when it starts."""
+    plan.config.check()
+    for reservation in RESERVATIONS:
+        if plan.engine.name == reservation:
+            check_longest(reservation, plan.config)
+
+
+#: Engines that can be simulated.
+_SIMULATED = ("vllm", *RESERVATIONS)
+
+
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     sources = dict(origins or {})
@@ -369,18 +398,24 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name != "vllm":
+    if engine.name not in _SIMULATED:
         raise InputError(
-            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
+            f"not yet supported: simulation of engine {engine.name}",
+            where="--engine",
+            hint=f"use {', '.join(_SIMULATED[:-1])} or {_SIMULATED[-1]}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
     if names_machine or options.num_gpu_blocks_override is None:
         machine = _machine(resolver, warnings)
-        config = _scheduler_config(resolver, machine.pool, scenario)
+        pool = machine.pool
     else:
         _refuse_machine_options(options)
-        config = _scheduler_config(resolver, _free_pool(resolver), scenario)
+        pool = _free_pool(resolver, engine)
+    if engine.name in RESERVATIONS:
+        config = _contiguous_config(resolver, pool, warnings)
+    else:
+        config = _scheduler_config(resolver, pool, scenario)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
@@ -526,18 +561,21 @@ def check_simulated(served: Served) -> None:
             )
 
 
-def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
+def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     """A number of blocks without model or GPU."""
     options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
-    whole_pool = max(1, (count - 1) * block_size)
-    length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
+    whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
+    for reservation in RESERVATIONS:
+        if engine.name == reservation:
+            whole_pool, what = longest_place(reservation, count * block_size), "the largest piece of the pool"
+    length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
-        resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
-    rules = vllm_rules("")
+        resolver.note("max_model_len", length, f"--max-model-len auto: {what}")
+    rules = engine_sizing(engine.name, engine.version).rules
     batch, seqs = choose_batch_limits(
         resolver, rules, rules.batch_limits(None, ""), length, "default without a machine"
     )
@@ -586,6 +624,41 @@ def _scheduler_config(
     for name in without_flag:
         resolver.note(name, getattr(config, name), "trace" if scenario else default)
     return config
+
+
+def _contiguous_config(
+    resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
+) -> SchedulerConfig:
+    """Settings of an engine with contiguous reservations; its blocks are slots, and none is kept out."""
+    options = resolver.options
+    engine = parse_engine(options.engine).name
+    for name, theirs in (
+        ("enable_prefix_caching", False),
+        ("enable_chunked_prefill", False),
+        ("long_prefill_token_threshold", 0),
+        ("scheduling_policy", "fcfs"),
+    ):
+        value = getattr(options, name)
+        if value not in (None, theirs) and resolver.source_of(name) != "trace":
+            raise InputError(
+                f"{flag(name)} is no setting of engine {engine}", where=flag(name), hint="leave it out"
+            )
+        resolver.note(name, theirs, f"as engine {engine} does")
+    if engine in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+        warnings.append(
+            f"{engine} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            "--max-model-len"
+        )
+    return SchedulerConfig(
+        num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
+        block_size=1,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_seqs=pool.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        null_blocks=0,
+    )
 
 
 # Time
