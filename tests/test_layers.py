@@ -50,6 +50,7 @@ MEMORY = {
 SCHEDULING = {
     "request": 0,
     "content": 1,
+    "paged_blocks": 2,
     "extents": 2,
     "pool": 3,
     "grouped": 4,

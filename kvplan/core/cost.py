@@ -23,6 +23,9 @@ LAYER_OVERHEAD_PS = 20 * 10**6
 #: benchmark data of inference-sim) lie between 0.6 and 0.75 for 4,096 tokens and more.
 FLOPS_SHARE_PERCENT = 65
 
+#: Share of the host link's rate that copies from and to pinned memory reach: an unfitted default.
+HOST_LINK_SHARE_PERCENT = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -38,6 +41,8 @@ class Roofline:
     logits_ps: int
     attention_ps: int
     overhead_ps: int
+    copy_block_ps: int = 0
+    swap_block_ps: int = 0
 
     @classmethod
     def from_rates(
@@ -51,11 +56,15 @@ class Roofline:
         num_layers: int,
         bandwidth_bytes_per_s: int,
         flops_per_s: int,
+        block_bytes: int = 0,
+        host_bytes_per_s: int = 1,
     ) -> Roofline:
         """Coefficients from what one rank reads and computes and what its GPU can do.
 
         ``flops_per_token``: matrix products of one token, without the vocabulary's; ``flops_per_logits``: that of a
         sequence that samples; ``attention_flops``: of one token against one token of its context.
+        A copied block is read and written in the GPU's memory, a swapped one goes over the link to the host, at
+        ``host_bytes_per_s`` one way.
         """
         bandwidth = bandwidth_bytes_per_s * BANDWIDTH_SHARE_PERCENT
         flops = flops_per_s * FLOPS_SHARE_PERCENT
@@ -66,6 +75,8 @@ class Roofline:
             logits_ps=100 * flops_per_logits * PICOSECONDS // flops,
             attention_ps=100 * attention_flops * PICOSECONDS // flops,
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
+            copy_block_ps=100 * 2 * block_bytes * PICOSECONDS // bandwidth,
+            swap_block_ps=100 * block_bytes * PICOSECONDS // (host_bytes_per_s * HOST_LINK_SHARE_PERCENT),
         )
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
@@ -87,18 +98,23 @@ class Roofline:
         return first + self.overhead_ps, growth, valid
 
     def step_ps(self, work: StepWork) -> int:
-        """Picoseconds of a step; one that computes nothing costs the overhead alone."""
+        """Picoseconds of a step; one that computes nothing costs the overhead alone.
+
+        Blocks are copied and swapped before it computes, one after the other.
+        """
         tokens = work.decodes
         read = pairs = work.decode_context
         for before, count in work.chunks:
             tokens += count
             read += before + count
             pairs += count * before + count * (count + 1) // 2
+        moved = work.copied_blocks * self.copy_block_ps
+        moved += (work.swapped_out_blocks + work.swapped_in_blocks) * self.swap_block_ps
         if not tokens:
-            return self.overhead_ps
+            return self.overhead_ps + moved
         memory = self.weights_ps + self.kv_token_ps * read
         compute = self.token_ps * tokens + self.logits_ps * work.sampled + self.attention_ps * pairs
-        return max(memory, compute) + self.overhead_ps
+        return max(memory, compute) + self.overhead_ps + moved
 
 
 def constant(ticks: int) -> Callable[[StepWork], int]:
