@@ -51,6 +51,7 @@ SCHEDULING = {
     "request": 0,
     "buddy": 0,
     "content": 1,
+    "paged_blocks": 2,
     "extents": 2,
     "pool": 3,
     "grouped": 4,

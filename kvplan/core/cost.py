@@ -24,6 +24,9 @@ LAYER_OVERHEAD_PS = 20 * 10**6
 #: benchmark data of inference-sim) lie between 0.6 and 0.75 for 4,096 tokens and more.
 FLOPS_SHARE_PERCENT = 65
 
+#: Share of the host link's rate that copies from and to pinned memory reach: an unfitted default.
+HOST_LINK_SHARE_PERCENT = 80
+
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
@@ -39,6 +42,8 @@ class Roofline:
     logits_ps: int
     attention_ps: int
     overhead_ps: int
+    copy_block_ps: int = 0
+    swap_block_ps: int = 0
 
     @classmethod
     def from_rates(
@@ -50,8 +55,14 @@ class Roofline:
         num_layers: int,
         bandwidth_bytes_per_s: int,
         flops_per_s: int,
+        block_bytes: int = 0,
+        host_bytes_per_s: int = 1,
     ) -> Roofline:
-        """Coefficients from what one rank reads and computes and what its GPU can do."""
+        """Coefficients from what one rank reads and computes and what its GPU can do.
+
+        A copied block is read and written in the GPU's memory, a swapped one goes over the link to the host, at
+        ``host_bytes_per_s`` one way.
+        """
         bandwidth = bandwidth_bytes_per_s * BANDWIDTH_SHARE_PERCENT
         rate = flops_per_s * FLOPS_SHARE_PERCENT
         return cls(
@@ -61,6 +72,8 @@ class Roofline:
             logits_ps=100 * flops.per_logits * PICOSECONDS // rate,
             attention_ps=100 * flops.per_pair * PICOSECONDS // rate,
             overhead_ps=num_layers * LAYER_OVERHEAD_PS,
+            copy_block_ps=100 * 2 * block_bytes * PICOSECONDS // bandwidth,
+            swap_block_ps=100 * block_bytes * PICOSECONDS // (host_bytes_per_s * HOST_LINK_SHARE_PERCENT),
         )
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
@@ -82,14 +95,19 @@ class Roofline:
         return first + self.overhead_ps, growth, valid
 
     def step_ps(self, work: StepWork) -> int:
-        """Picoseconds of a step; one that computes nothing costs the overhead alone."""
+        """Picoseconds of a step; one that computes nothing costs the overhead alone.
+
+        Blocks are copied and swapped before it computes, one after the other.
+        """
         tokens, pairs = _tokens_and_pairs(work)
+        moved = work.copied_blocks * self.copy_block_ps
+        moved += (work.swapped_out_blocks + work.swapped_in_blocks) * self.swap_block_ps
         if not tokens:
-            return self.overhead_ps
+            return self.overhead_ps + moved
         read = work.decode_context + sum(before + count for before, count in work.chunks)
         memory = self.weights_ps + self.kv_token_ps * read
         compute = self.token_ps * tokens + self.logits_ps * work.sampled + self.attention_ps * pairs
-        return max(memory, compute) + self.overhead_ps
+        return max(memory, compute) + self.overhead_ps + moved
 
 
 class Flops(NamedTuple):

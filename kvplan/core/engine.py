@@ -129,13 +129,17 @@ class StepWork:
 
     ``sampled`` sequences need logits. ``decode_context`` is the sum over decoding sequences of the tokens each
     attends to (itself included); ``chunks`` lists ``(tokens computed before, tokens computed now)`` of each prompt
-    chunk.
+    chunk. ``copied_blocks`` are copied within the GPU's memory before the step, ``swapped_out_blocks`` and
+    ``swapped_in_blocks`` to and from the CPU's.
     """
 
     decodes: int = 0
     decode_context: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     sampled: int = 0
+    copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
 
 
 S = TypeVar("S", bound=Sequence)

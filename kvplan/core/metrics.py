@@ -22,7 +22,10 @@ _SUMMED_AT_ONCE = 4096
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come."""
+    """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come.
+
+    ``output_tokens`` are those of each of its samples.
+    """
 
     request: Request
     number: int = 0
@@ -310,7 +313,8 @@ class Metrics:
 
     Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
-    a finish is held back until the next one, since only then it is known to lie in W.
+    a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
+    one block unless it is given.
     """
 
     def __init__(
@@ -319,6 +323,7 @@ class Metrics:
         num_gpu_blocks: int,
         block_size: int,
         prefix_caching: bool,
+        usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
         null_blocks: int = 1,
         warmup: int = 0,
@@ -326,7 +331,7 @@ class Metrics:
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
-        self.usable_blocks = num_gpu_blocks - null_blocks
+        self.usable_blocks = num_gpu_blocks - null_blocks if usable_blocks is None else usable_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
@@ -340,6 +345,9 @@ class Metrics:
         self.recomputed_tokens = 0
         self.preemption_events = 0
         self.evicted_blocks = 0
+        self.copied_blocks = 0
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
         self.peak_blocks = 0
         self._on_request = on_request
         self._preemptions = PreemptionLog()
@@ -384,6 +392,10 @@ class Metrics:
         self.scheduled_tokens += turn.scheduled_tokens
         self.recomputed_tokens += turn.recomputed_tokens
         self.evicted_blocks += turn.evicted
+        work = turn.work
+        self.copied_blocks += work.copied_blocks
+        self.swapped_out_blocks += work.swapped_out_blocks
+        self.swapped_in_blocks += work.swapped_in_blocks
         used, tokens, waste = self._slots(turn)
         if used > self.peak_blocks:
             self.peak_blocks = used
@@ -400,16 +412,21 @@ class Metrics:
         if turn.preemptions or self._preemptions.open:
             self._preemptions.fold(turn, self.steps - 1, start, end)
         gaps = self._gaps
-        for sequence in turn.stopped_decoding:
-            if sequence.num_tokens < sequence.max_tokens:  # preempted, before its turn came
-                record = records[sequence.id]
-                record.last_token = start
-                self._decoding -= record.measured
+        # Of those who stopped some finish, with a token of this step; others lost their place before their turn came,
+        # and if they got it back at once, they are among the sampled.
+        early: set[Sequence] = set()
+        if turn.stopped_decoding:
+            sampled = set(turn.sampled)
+            early = {s for s in turn.stopped_decoding if s.num_tokens < s.max_tokens or s in sampled}
+        for sequence in early:
+            record = records[sequence.id]
+            record.last_token = start
+            self._decoding -= record.measured
         if turn.decoders and self._decoding:
             gaps.add(end - start, self._decoding)
         self._fold_samples(turn.sampled, end)
         for sequence in turn.stopped_decoding:
-            if sequence.num_tokens >= sequence.max_tokens:
+            if sequence not in early:
                 self._decoding -= records[sequence.id].measured
         for sequence in turn.started_decoding:
             self._decoding += records[sequence.id].measured
@@ -466,7 +483,7 @@ class Metrics:
         if self.window_start is not None and end >= self.window_start:
             totals.finished_inside += 1
             totals.input_inside += request.input_tokens
-            totals.output_inside += record.output_tokens
+            totals.output_inside += record.output_tokens * request.samples
         if record.measured:
             self._e2e.add(end - request.arrival)
             tpot = tpot_ticks(record)
@@ -591,7 +608,7 @@ class Metrics:
             resumed_hit_tokens=totals.resumed_hit_tokens,
             evicted_blocks=self.evicted_blocks,
             peak_shared_blocks=self._over_time.shared_max,
-            copied_blocks=0,  # vLLM never copies a block: only full ones are shared
+            copied_blocks=self.copied_blocks,
         )
 
     def preemption_figures(self) -> PreemptionFigures:
@@ -600,8 +617,8 @@ class Metrics:
             events=self.preemption_events,
             requests=self._totals.preempted,
             recomputed_tokens=self.recomputed_tokens,
-            swapped_out_blocks=0,  # the V1 engine preempts by recomputing only
-            swapped_in_blocks=0,
+            swapped_out_blocks=self.swapped_out_blocks,
+            swapped_in_blocks=self.swapped_in_blocks,
         )
 
     def preemption_causes(self) -> PreemptionCauses:
