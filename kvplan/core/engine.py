@@ -283,8 +283,8 @@ class PoolPicture(NamedTuple):
     """A pool after a step's scheduling, as it is, cheap to take; for maps of it.
 
     A cell is the least that an engine hands out: a block, or one slot where stretches of any length are reserved.
-    Cells are ``first .. first+num_cells-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a cell holds
-    nothing that another request could reuse; an engine without a prefix cache leaves ``contents`` empty.
+    Cells are ``first .. first+num_cells-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a free
+    cell holds nothing that another request could reuse; an engine without a prefix cache leaves ``contents`` empty.
     """
 
     cell_tokens: int

@@ -27,7 +27,7 @@ from typing import Literal, get_args
 
 from kvplan.core.buddy import BuddyAllocator, piece_size
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
+from kvplan.core.engine import DecodeRun, Holding, PoolPicture, SchedulerConfig, Turn
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit
 
@@ -62,6 +62,8 @@ class Contiguous:
         self._is_closed = False
         #: Whether the head of the queue was tried in vain and nothing has changed since that could help it.
         self._head_is_blocked = False
+        #: What those held who were freed in this step; watched only, for `picture`.
+        self._left: list[Holding] = []
 
     @property
     def is_idle(self) -> bool:
@@ -80,6 +82,26 @@ class Contiguous:
                 yield member.id, member.base + self.cohort.step + 1
             elif member.num_tokens < member.max_tokens:
                 yield member.id, member.num_tokens
+
+    def picture(self, turn: Turn[Member]) -> PoolPicture:
+        """The pool after the scheduling of ``turn``, which is the turn taken last; watched engines only.
+
+        Places of a static batch are shown in the order in which they were given.
+        """
+        assert self._watched, "who leaves is noted for watched engines only"
+        return PoolPicture(1, 0, self.config.usable_blocks, [*self._left, *self._holdings(self.running)])
+
+    def _holdings(self, members: Iterable[Member]) -> Iterator[Holding]:
+        """The reservation of each, the k-th of all who have one; its tail may be more than was asked for."""
+        order = {member: number for number, member in enumerate(self.running)}
+        for member in members:
+            start = self._starts[member]
+            if isinstance(self.memory, BuddyAllocator):
+                slots = range(start, start + self.memory.held(start))
+            else:
+                slots = range(order[member] * start, (order[member] + 1) * start)
+            computed = member.base + self.cohort.step if member.decoding else member.computed
+            yield Holding(member.id, slots, computed)
 
     # Arrival
 
@@ -167,6 +189,7 @@ class Contiguous:
         """One step: all who decode take a token, and who may join does so with the whole prompt."""
         cohort = self.cohort
         turn: Turn[Member] = Turn()
+        self._left = []
         decoding = [member for member in self.running if member.decoding] if self._watched else []
         self._admit_waiting(turn)
         work = turn.work
@@ -243,6 +266,8 @@ class Contiguous:
         if self.reservation == "static":
             done = list(self.running) if self._is_closed and not self.cohort.size else []
             self._is_closed = self._is_closed and not done
+        if self._watched:
+            self._left = list(self._holdings(done))
         for member in done:
             del self.running[member]
             self.memory.release(self._starts.pop(member))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Preemption, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Preemption, Sequence, Turn
 from kvplan.core.paged_blocks import NO_HIT, BlockTable, Hit, Keys, PagedMemory
 from kvplan.core.request import Request
 from kvplan.errors import InputError
@@ -142,6 +142,8 @@ class Paged:
         self._head_is_blocked = False
         #: Blocks whose content is computed in this step: they can be shared, but not copied yet.
         self._fresh: set[int] = set()
+        #: What those held who finished in this step; watched only, for `picture`.
+        self._left: list[Holding] = []
 
     @property
     def is_idle(self) -> bool:
@@ -156,6 +158,20 @@ class Paged:
     def live(self) -> Iterator[tuple[str, int]]:
         """Id and tokens so far, prompt included, of every live request."""
         return ((group.id, self._num_tokens(group)) for group in (*self.running, *self.waiting))
+
+    def picture(self, turn: Turn[Group]) -> PoolPicture:
+        """The pool after the scheduling of ``turn``, which is the turn taken last; watched engines only.
+
+        Of several samples each is named by its number.
+        """
+        assert self._is_watched, "who merely decodes has not asked for its blocks"
+        contents: list[object] = [None] * self.config.num_gpu_blocks
+        for block in self.memory.cache.idle:
+            contents[block] = block
+        placed = [holding for group in (*self.running, *self.paused) for holding in _holdings(group)]
+        return PoolPicture(
+            self.config.block_size, 0, self.config.num_gpu_blocks, [*self._left, *placed], contents
+        )
 
     # Arrival
 
@@ -257,6 +273,7 @@ class Paged:
         config, cohort = self.config, self.cohort
         turn: Turn[Group] = Turn()
         self._fresh.clear()
+        self._left = []
         if config.policy == "round-robin" and self.waiting:
             self._rotate(turn)
         self._make_room(turn)
@@ -670,6 +687,8 @@ class Paged:
         self.stepping.pop(group, None)
         del self.running[group]
         self._seats -= group.size
+        if self._is_watched:
+            self._left += _holdings(group)
         self._store_all(group, prompt_is_whole=True)
         self._release(group)
         group.place = "nowhere"
@@ -691,6 +710,16 @@ def _chunks(group: Group, before: int, after: int) -> Iterator[tuple[int, int]]:
         tokens = min(each - offset, after - before)
         yield prompt + offset, tokens
         before += tokens
+
+
+def _holdings(group: Group) -> Iterator[Holding]:
+    """What each sequence of a group holds in the pool."""
+    tokens = group.computed
+    if group.size > 1 and len(group.tables) < group.size:  # one table, until the prompt is whole
+        tokens = min(tokens, group.request.input_tokens)
+    for number, table in enumerate(group.tables):
+        name = group.id if group.size == 1 else f"{group.id}/{number}"
+        yield Holding(name, tuple(table.blocks), tokens)
 
 
 def _queue_key(group: Group) -> tuple[int, int]:
