@@ -352,9 +352,8 @@ class Report:
         label = len(f"{pool.num_cells:,}")
         drawing = draw_pool(pool, max(8, min(64, self.console.width - label - 3)), _MAP_ROWS)
         each = f"{drawing.per_mark} {unit}s" if drawing.per_mark > 1 else f"a {unit}"
-        self._say(
-            f"{pool.num_cells:,} {unit}s of {pool.cell_tokens} tokens, a character is {each}", style="dim"
-        )
+        size = f" of {pool.cell_tokens} tokens" if pool.cell_tokens > 1 else ""
+        self._say(f"{pool.num_cells:,} {unit}s{size}, a character is {each}", style="dim")
         for row in drawing.rows:
             line = Text(f" {row.first:>{label},} ", style="dim")
             for mark, marks in groupby(row.marks):
@@ -398,7 +397,7 @@ class Report:
         self.console.print(table)
 
     def _block_table(self, pool: PoolMap, unit: str) -> None:
-        self._say(f"The block table of {literal(pool.table_of)}")
+        self._say(f"{'The block table' if unit == 'block' else 'The place'} of {literal(pool.table_of)}")
         table = _table("logical", "physical", f"{unit}s", "tokens", "users")
         for run in pool.table[:_TABLE_RUNS]:
             table.add_row(
@@ -625,7 +624,7 @@ def _value(value: Value, unit: Unit) -> str:
     if unit == "share":
         return format_share(value)
     if unit == "times":
-        return f"{value:,.2f}" if value < 100 else f"{value:,.0f}"
+        return f"{value:,.2f}" if value < 100 else f"{value:,.1f}"
     if unit == "flops":
         return next(
             (f"{value / size:.3g} {name}" for size, name in _FLOP_UNITS if value >= size), f"{value:,} FLOP"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from string import ascii_letters
 
 from kvplan.core.request import Request
@@ -30,11 +29,15 @@ def explain(example: Example) -> Explanation:
     rounds = example.choose("rounds", 3)
     places, longest = len(outputs), max(outputs)
     example.check_small(rounds * sum(outputs))
-    # A batch starts when the one before has ended: its requests come then. Else all are there from the start.
-    waves = [_requests(outputs, rounds, wave=longest), _requests(outputs, rounds, wave=0)]
+    requests = [
+        Request(f"{turn * places + i}", 0, 1, output)
+        for turn in range(rounds)
+        for i, output in enumerate(outputs)
+    ]
     blocks = places * -(-(longest + 1) // example.block_size)
-    static, continuous = (try_out(wave, example.config(blocks, max_num_seqs=places)) for wave in waves)
-    static_steps, continuous_steps = rounds * longest, len(continuous.moments)
+    static = try_out(requests, example.static(longest + 1, seats=places))
+    continuous = try_out(requests, example.vllm(blocks, seats=places))
+    static_steps, continuous_steps = len(static.moments), len(continuous.moments)
     tokens = rounds * sum(outputs)
     rows: tuple[tuple[Value, ...], ...] = tuple(
         (
@@ -64,8 +67,8 @@ def explain(example: Example) -> Explanation:
         [
             Prose(
                 f"{_some(places, 'place')}; answers of {', '.join(f'{output:,}' for output in outputs)} tokens come "
-                f"{_some(rounds, 'time')} over. A static batch ends with its longest, and who is done leaves an empty place "
-                "until then. With continuous batching the next request takes it in the same step."
+                f"{_some(rounds, 'time')} over. A static batch ends with its longest; who is done leaves an empty "
+                "place until then. With continuous batching the next request takes it in the same step."
             ),
             Timeline("static", "Static", static_steps, _lanes(static, places), static_steps),
             Timeline("continuous", "Continuous", continuous_steps, _lanes(continuous, places), static_steps),
@@ -91,15 +94,6 @@ def explain(example: Example) -> Explanation:
         ],
         notes,
     )
-
-
-def _requests(outputs: Sequence[int], rounds: int, *, wave: int) -> list[Request]:
-    """Each with one token in; a round comes ``wave`` steps after the one before."""
-    return [
-        Request(f"{turn * len(outputs) + i}", turn * wave, 1, output)
-        for turn in range(rounds)
-        for i, output in enumerate(outputs)
-    ]
 
 
 def _some(count: int, noun: str) -> str:

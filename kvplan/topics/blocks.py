@@ -35,7 +35,7 @@ def explain(example: Example) -> Explanation:
     requests = [
         Request(name, 0, int(prompt * size), answer * size) for name, (prompt, answer) in _REQUESTS.items()
     ]
-    trial = try_out(requests, example.config(_POOL_BLOCKS), table_of="A")
+    trial = try_out(requests, example.vllm(_POOL_BLOCKS), table_of="A")
     pool = trial.fullest
     run = pool.table[-1]
     logical, physical = run.logical + run.cells - 1, run.physical + run.cells - 1

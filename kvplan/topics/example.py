@@ -10,6 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 from kvplan.config import load_model
 from kvplan.core.cost import constant
 from kvplan.core.engine import SchedulerConfig, StepWork, Turn
+from kvplan.core.engines.contiguous import Contiguous
+from kvplan.core.engines.paged import Paged, PagedConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Metrics, RequestRecord
 from kvplan.core.pool_map import FullestStep, PoolMap, pool_map
@@ -119,24 +121,53 @@ class Example:
             )
         return found
 
-    def config(
-        self,
-        blocks: int,
-        *,
-        block_size: int | None = None,
-        max_num_seqs: int = 256,
-        caching: bool = False,
-        length: int | None = None,
-    ) -> SchedulerConfig:
-        """Settings of an engine with so many usable blocks, in which a prompt is never cut."""
-        size = block_size or self.block_size
-        return SchedulerConfig(
-            num_gpu_blocks=blocks + 1,
-            block_size=size,
-            max_num_batched_tokens=max(max_num_seqs, blocks * size),
-            max_num_seqs=max_num_seqs,
-            max_model_len=length or blocks * size,
-            enable_prefix_caching=caching,
+    def vllm(
+        self, blocks: int, *, seats: int = 256, caching: bool = False, length: int | None = None
+    ) -> VllmPlain:
+        """The engine of vLLM with so many usable blocks and ``seats`` for sequences; a prompt is never cut."""
+        size = self.block_size
+        return VllmPlain(
+            SchedulerConfig(
+                num_gpu_blocks=blocks + 1,
+                block_size=size,
+                max_num_batched_tokens=max(seats, blocks * size),
+                max_num_seqs=seats,
+                max_model_len=length or blocks * size,
+                enable_prefix_caching=caching,
+            )
+        )
+
+    def paged(self, blocks: int, *, seats: int, cpu_blocks: int = 0, caching: bool = False) -> Paged:
+        """The engine of the vLLM paper, likewise."""
+        tokens = blocks * self.block_size
+        return Paged(
+            PagedConfig(
+                num_gpu_blocks=blocks,
+                block_size=self.block_size,
+                max_num_batched_tokens=max(seats, tokens),
+                max_num_seqs=seats,
+                max_model_len=tokens + 1,
+                enable_prefix_caching=caching,
+                num_cpu_blocks=cpu_blocks,
+            ),
+            watched=True,
+        )
+
+    def static(self, length: int, *, seats: int) -> Contiguous:
+        """Static batching with room for a batch of ``seats`` reservations of ``length`` tokens."""
+        return Contiguous(
+            SchedulerConfig(
+                num_gpu_blocks=seats * length,
+                block_size=1,
+                max_num_batched_tokens=seats * length,
+                max_num_seqs=seats,
+                max_model_len=length,
+                enable_prefix_caching=False,
+                enable_chunked_prefill=False,
+                null_blocks=0,
+            ),
+            "static",
+            watched=True,
         )
 
     def explanation(self, parts: Sequence[Part], notes: Sequence[str] = ()) -> Explanation:
@@ -154,16 +185,16 @@ class Example:
 
 
 class Moment(NamedTuple):
-    """A step of a trial: what was computed, who waits and who was preempted, ``used`` blocks after scheduling.
+    """A step of a trial: tokens computed of each, who was preempted or came back, ``used`` blocks after scheduling.
 
     ``lost_tokens`` are what each of the preempted had computed.
     ``clock`` is the time after the step, in what the price counts.
     """
 
     scheduled: dict[str, int]
-    waiting: int
     preempted: tuple[str, ...]
     lost_tokens: tuple[int, ...]
+    resumed: tuple[str, ...]
     finished: tuple[str, ...]
     used: int
     clock: int
@@ -191,19 +222,20 @@ class Trial:
 
 def try_out(
     requests: Sequence[Request],
-    config: SchedulerConfig,
+    engine: VllmPlain | Paged | Contiguous,
     *,
     price: Callable[[StepWork], int] | None = None,
     table_of: str | None = None,
 ) -> Trial:
-    """Run requests, whose arrivals count steps, through vLLM's scheduler and block pool.
+    """Run requests, whose arrivals count steps, through an engine that takes one step a turn.
 
     ``price`` says what a step costs (1, which is a step); requests then all come at 0.
     """
-    engine = VllmPlain(config)
+    config = engine.config
     records: list[RequestRecord] = []
     metrics = Metrics(
         num_gpu_blocks=config.num_gpu_blocks,
+        usable_blocks=config.usable_blocks,
         block_size=config.block_size,
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=None,
@@ -234,9 +266,9 @@ def try_out(
 def _moment(turn: Turn[Any], usable: int, clock: int) -> Moment:
     return Moment(
         {sequence.id: tokens for sequence, tokens in turn.scheduled},
-        turn.waiting,
         tuple(sequence.id for sequence in turn.preempted),
         tuple(why.lost_tokens for why in turn.preemptions),
+        tuple(sequence.id for sequence in turn.resumed),
         tuple(sequence.id for sequence in turn.finished),
         usable - turn.free_blocks,
         clock,

@@ -22,10 +22,10 @@ def explain(example: Example) -> Explanation:
     length = example.seq(most=_LENGTH)
     flops = step_flops(example.served)
     price = (flops or Flops(0, 0, 0)).of
-    config = example.config(-(-(length + 1) // example.block_size), max_num_seqs=1)
-    cached = try_out([Request("kept", 0, 1, length)], config, price=price)
+    blocks = -(-(length + 1) // example.block_size)
+    cached = try_out([Request("kept", 0, 1, length)], example.vllm(blocks, seats=1), price=price)
     anew = [Request(f"{tokens}", 0, tokens, 1) for tokens in range(1, length + 1)]
-    naive = try_out(anew, config, price=price)
+    naive = try_out(anew, example.vllm(blocks, seats=1), price=price)
     computed_naive, computed_cached = _sums(naive), _sums(cached)
     lengths = sorted({n for n in (1, 2, 3, 10, 100, 1000) if n < length} | {length})
     rows: list[tuple[Value, ...]] = []

@@ -116,7 +116,7 @@ def _block_table(example: Example, length: int) -> list[int]:
         Request("long", 0, 1, length),
     ]
     pool = 3 * (-(-length // size) + 2)
-    trial = try_out(requests, example.config(pool), table_of="one")
+    trial = try_out(requests, example.vllm(pool), table_of="one")
     return [run.physical + i for run in trial.fullest.table for i in range(run.cells)]
 
 

@@ -23,7 +23,7 @@ from kvplan.topics.parts import (
 )
 
 #: Marks of a step of a request.
-_PROMPT, _DECODE, _LOST, _AGAIN = "p", "=", "!", "r"
+_PROMPT, _DECODE, _LOST, _AGAIN, _BACK = "p", "=", "!", "r", "b"
 
 
 def explain(example: Example) -> Explanation:
@@ -49,14 +49,16 @@ def explain(example: Example) -> Explanation:
             hint=f"give at least {each + 1}: the null block holds nothing",
         )
     requests = [Request(ascii_uppercase[i], 0, prompt, answer) for i in range(count)]
-    small = try_out(requests, example.config(room - 1, max_num_seqs=count, length=prompt + answer))
-    ample = try_out(requests, example.config(count * each, max_num_seqs=count, length=prompt + answer))
+    length = prompt + answer
+    small = try_out(requests, example.vllm(room - 1, seats=count, length=length))
+    ample = try_out(requests, example.vllm(count * each, seats=count, length=length))
+    swapped = try_out(requests, example.paged(room - 1, seats=count, cpu_blocks=count * each))
     figures = small.metrics.preemption_figures()
     lost = [tokens for moment in small.moments for tokens in moment.lost_tokens]
     let_in = len(small.moments[0].scheduled)
     flops = step_flops(example.served)
     again = sum(flops.of(StepWork(chunks=[(0, tokens)])) for tokens in lost) if flops else None
-    moved = 2 * sum(-(-tokens // size) for tokens in lost) * example.block_bytes
+    moved = swapped.metrics.preemption_figures()
     rows: tuple[tuple[Value, ...], ...] = tuple(
         (
             name,
@@ -64,8 +66,13 @@ def explain(example: Example) -> Explanation:
             len(trial.moments),
             trial.scheduled_tokens,
             trial.metrics.preemption_figures().events,
+            trial.metrics.preemption_figures().swapped_out_blocks,
         )
-        for name, blocks, trial in (("small", room - 1, small), ("ample", count * each, ample))
+        for name, blocks, trial in (
+            ("computed again (vLLM)", room - 1, small),
+            ("swapped (the paper)", room - 1, swapped),
+            ("none: room for all", count * each, ample),
+        )
     )
     return example.explanation(
         [
@@ -80,21 +87,31 @@ def explain(example: Example) -> Explanation:
                 )
             ),
             Timeline(
-                "steps",
-                f"{_PROMPT} prompt, {_DECODE} decoding, {_LOST} preempted, {_AGAIN} computed again, . waiting or done",
+                "recompute",
+                f"Computed again ({_PROMPT} prompt, {_DECODE} decoding, {_LOST} preempted, {_AGAIN} computed again, "
+                ". waiting or done)",
                 len(small.moments),
                 (*(_lane(request.id, small) for request in requests), _free(small, room - 1)),
-                len(small.moments),
+                max(len(small.moments), len(swapped.moments)),
                 loud=_LOST + _AGAIN + _PROMPT,
+            ),
+            Timeline(
+                "swap",
+                f"Swapped by the paper's engine ({_LOST} out, {_BACK} back in)",
+                len(swapped.moments),
+                (*(_lane(request.id, swapped) for request in requests), _free(swapped, room - 1)),
+                max(len(small.moments), len(swapped.moments)),
+                loud=_LOST + _BACK + _PROMPT,
             ),
             Table(
                 "runs",
                 (
-                    Column("pool", "pool", "text"),
+                    Column("preempted", "who is preempted is", "text"),
                     Column("blocks", "blocks"),
                     Column("steps", "steps"),
-                    Column("computed_tokens", "tokens computed"),
-                    Column("preemptions", "preemptions"),
+                    Column("computed_tokens", "computed"),
+                    Column("preemptions", "events"),
+                    Column("swapped_blocks", "swapped"),
                 ),
                 rows,
             ),
@@ -104,25 +121,34 @@ def explain(example: Example) -> Explanation:
                     Figure("lost_tokens", "tokens thrown away", sum(lost)),
                     Figure("recomputed_tokens", "computed again", figures.recomputed_tokens),
                     Figure("recompute_flops", "which takes", again, "flops"),
-                    Figure("swapped_bytes", "swapped out and in it were", moved, "exact_bytes"),
+                    Figure(
+                        "swapped_bytes",
+                        "swapped out and in",
+                        (moved.swapped_out_blocks + moved.swapped_in_blocks) * example.block_bytes,
+                        "exact_bytes",
+                    ),
                 )
             ),
         ],
         [
             "vLLM's V1 engine always computes again, which a prefix cache can spare in part: here there is none. "
-            "The vLLM paper's engine can swap blocks to the CPU's memory instead."
+            "The paper's engine takes the victim with the most tokens generated, of equals who came last."
         ],
     )
 
 
 def _lane(name: str, trial: Trial) -> Lane:
-    marks, computed, high = [], 0, 0
+    """A request's steps. Who comes back computes again what it had, or goes on at once."""
+    marks, computed, high, had = [], 0, 0, 0
     for moment in trial.moments:
         mark, tokens = ".", moment.scheduled.get(name, 0)
         if name in moment.preempted:
-            mark, computed = _LOST, 0
+            mark, had, computed = _LOST, computed, 0
         elif tokens:
-            mark = _AGAIN if computed < high else _PROMPT if tokens > 1 else _DECODE
+            if name in moment.resumed and tokens == 1:
+                mark, computed = _BACK, had
+            else:
+                mark = _AGAIN if computed < high else _PROMPT if tokens > 1 else _DECODE
             computed += tokens
             high = max(high, computed)
         marks.append(mark)

@@ -14,23 +14,25 @@ def explain(example: Example) -> Explanation:
     example.keeps_all_tokens()
     reserved = example.seq()
     lengths = example.tokens("used_tokens", "50,200,1000")
-    if max(lengths) > reserved:
+    if max(lengths) >= reserved:
         raise InputError(
-            f"{max(lengths):,} tokens are more than the {reserved:,} that are reserved",
+            f"{max(lengths):,} tokens do not go into a sequence of {reserved:,}, whose last is never computed",
             where="--used-tokens",
-            hint="give --seq too",
+            hint="give a longer --seq",
         )
-    size, reservation = example.block_size, example.payload_bytes(reserved)
+    size, reservation, seats = example.block_size, example.payload_bytes(reserved), len(lengths)
+    # So many tokens of a prompt, and one that ends it: the engines say what is held for them.
+    requests = [Request(f"{i}", 0, tokens, 1) for i, tokens in enumerate(lengths)]
+    places = try_out(requests, example.static(reserved, seats=seats)).fullest
+    pool = try_out(requests, example.vllm(seats * -(-reserved // size), seats=seats)).fullest
     rows: list[tuple[Value, ...]] = []
-    blocks = 0
-    for tokens in lengths:
-        # The engine is asked for the blocks: so many tokens of a prompt, and the one that ends it.
-        needed = try_out([Request("one", 0, tokens, 1)], example.config(-(-tokens // size) + 1)).peak_blocks
-        used, held = example.payload_bytes(tokens), needed * example.block_bytes
-        blocks += needed
-        rows.append((tokens, used, used / reservation, reservation - used, needed, used / held, held - used))
+    for place, resident in zip(places.requests, pool.requests, strict=True):
+        used, held = example.payload_bytes(place.tokens), resident.cells * example.block_bytes
+        share = place.tokens / place.cells
+        rows.append((place.tokens, used, share, reservation - used, resident.cells, used / held, held - used))
+    blocks = sum(resident.cells for resident in pool.requests)
     used = sum(example.payload_bytes(tokens) for tokens in lengths)
-    whole, paged = len(lengths) * reservation, blocks * example.block_bytes
+    whole, paged = seats * reservation, blocks * example.block_bytes
     return example.explanation(
         [
             Prose(
@@ -55,7 +57,7 @@ def explain(example: Example) -> Explanation:
             Figures(
                 (
                     Figure("reservation_bytes", "a reservation", reservation, "exact_bytes"),
-                    Figure("reserved_bytes", f"{len(lengths)} reservations", whole, "exact_bytes"),
+                    Figure("reserved_bytes", f"{seats} reservations", whole, "exact_bytes"),
                     Figure("reserved_used_share", "of them used", used / whole, "share"),
                     Figure("paged_bytes", f"{blocks} blocks", paged, "exact_bytes"),
                     Figure("paged_used_share", "of them used", used / paged, "share"),
@@ -65,7 +67,7 @@ def explain(example: Example) -> Explanation:
         ],
         [
             "The waste of 60 to 80 % that texts about vLLM state is that of whole workloads; of these "
-            f"{len(lengths)} sequences it is {format_share(1 - used / whole)}, in blocks "
+            f"{seats} sequences it is {format_share(1 - used / whole)}, in blocks "
             f"{format_share(1 - used / paged)}."
         ],
     )
