@@ -73,7 +73,7 @@ HOMES = {
     "rich": ["kvplan.report", "kvplan.cli.progress"],
     "yaml": ["kvplan.safe_yaml"],
     "matplotlib": ["kvplan.plots"],
-    "numpy": ["kvplan.kernels."],
+    "numpy": ["kvplan.kernels.", "kvplan.topics.paged_attention"],
     "cupy": ["kvplan.kernels."],
     "huggingface_hub": ["kvplan.hub"],
     "msgspec": [],
@@ -257,8 +257,19 @@ OUTER = {
     "kvplan.output": ["kvplan.errors", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    "kvplan.topics.parts": ["kvplan.options"],
+    "kvplan.topics.example": [
+        "kvplan.config",
+        "kvplan.errors",
+        "kvplan.jobs.simulate",
+        "kvplan.options",
+        "kvplan.serving",
+        "kvplan.topics.parts",
+    ],
+    "kvplan.drawing": ["kvplan.topics.parts"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
     "kvplan.report": [
+        "kvplan.drawing",
         "kvplan.jobs.min_blocks",
         "kvplan.jobs.audit",
         "kvplan.jobs.check",
@@ -267,6 +278,7 @@ OUTER = {
         "kvplan.jobs.size",
         "kvplan.options",
         "kvplan.text",
+        "kvplan.topics.parts",
         "kvplan.units",
     ],
 }
@@ -277,9 +289,11 @@ def test_a_module_outside_the_core_imports_what_it_is_allowed(name: str) -> None
     assert {one for one in own(name) if not one.startswith("kvplan.core.")} <= set(OUTER[name])
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("kvplan.jobs.")])
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES if name.startswith(("kvplan.jobs.", "kvplan.topics."))]
+)
 def test_a_job_neither_renders_nor_writes(name: str) -> None:
-    forbidden = {"kvplan.report", "kvplan.output", "kvplan.junit", "kvplan.plots"}
+    forbidden = {"kvplan.report", "kvplan.drawing", "kvplan.output", "kvplan.junit", "kvplan.plots"}
     assert not own(name) & forbidden
     assert not called(name) & {"open", "print"}
 

@@ -142,8 +142,10 @@ class Paged:
         self._head_is_blocked = False
         #: Blocks whose content is computed in this step: they can be shared, but not copied yet.
         self._fresh: set[int] = set()
-        #: What those held who finished in this step; watched only, for `picture`.
+        #: For `picture`, watched only: what those held who finished in this step, and whose samples began to share
+        #: their prompt after its scheduling.
         self._left: list[Holding] = []
+        self._just_shared: set[Group] = set()
 
     @property
     def is_idle(self) -> bool:
@@ -168,10 +170,20 @@ class Paged:
         contents: list[object] = [None] * self.config.num_gpu_blocks
         for block in self.memory.cache.idle:
             contents[block] = block
-        placed = [holding for group in (*self.running, *self.paused) for holding in _holdings(group)]
+        placed = [holding for group in (*self.running, *self.paused) for holding in self._holdings(group)]
         return PoolPicture(
             self.config.block_size, 0, self.config.num_gpu_blocks, [*self._left, *placed], contents
         )
+
+    def _holdings(self, group: Group) -> Iterator[Holding]:
+        """What each sequence of a group holds in the pool; one table, until their prompt is whole."""
+        tables = group.tables[:1] if group in self._just_shared else group.tables
+        tokens = group.computed
+        if len(tables) < group.size:
+            tokens = min(tokens, group.request.input_tokens)
+        for number, table in enumerate(tables):
+            name = group.id if group.size == 1 else f"{group.id}/{number}"
+            yield Holding(name, tuple(table.blocks), tokens)
 
     # Arrival
 
@@ -274,6 +286,7 @@ class Paged:
         turn: Turn[Group] = Turn()
         self._fresh.clear()
         self._left = []
+        self._just_shared.clear()
         if config.policy == "round-robin" and self.waiting:
             self._rotate(turn)
         self._make_room(turn)
@@ -677,6 +690,8 @@ class Paged:
         group.computed = group.num_tokens
         if self.config.enable_prefix_caching and group.num_tokens == group.request.input_tokens:
             self.memory.store_tail(group.tables[0], group.keys, group.num_tokens)
+        if self._is_watched and len(group.tables) < group.size:
+            self._just_shared.add(group)
         while len(group.tables) < group.size:
             group.tables.append(self.memory.share(group.tables[0].blocks))
 
@@ -688,7 +703,7 @@ class Paged:
         del self.running[group]
         self._seats -= group.size
         if self._is_watched:
-            self._left += _holdings(group)
+            self._left += self._holdings(group)
         self._store_all(group, prompt_is_whole=True)
         self._release(group)
         group.place = "nowhere"
@@ -710,16 +725,6 @@ def _chunks(group: Group, before: int, after: int) -> Iterator[tuple[int, int]]:
         tokens = min(each - offset, after - before)
         yield prompt + offset, tokens
         before += tokens
-
-
-def _holdings(group: Group) -> Iterator[Holding]:
-    """What each sequence of a group holds in the pool."""
-    tokens = group.computed
-    if group.size > 1 and len(group.tables) < group.size:  # one table, until the prompt is whole
-        tokens = min(tokens, group.request.input_tokens)
-    for number, table in enumerate(group.tables):
-        name = group.id if group.size == 1 else f"{group.id}/{number}"
-        yield Holding(name, tuple(table.blocks), tokens)
 
 
 def _queue_key(group: Group) -> tuple[int, int]:
