@@ -27,6 +27,9 @@ DEFAULT_MODEL = "llama-2-13b"
 
 _Value = TypeVar("_Value")
 
+#: Lists are quoted up to this length.
+_LONGEST_LIST = 60
+
 #: The most steps of an example: more is no example, and takes long.
 _MOST_TOKENS = 1 << 18
 
@@ -87,16 +90,17 @@ class Example:
         """Numbers of a list with commas, each at least 1. Raises `InputError`."""
         text = self.choose(name, default)
         parts = [part.strip().replace("_", "") for part in text.split(",")]
+        shown = text if len(text) <= _LONGEST_LIST else f"{text[:_LONGEST_LIST]}..."
         if not all(part.isascii() and part.isdigit() and int(part[:9]) > 0 for part in parts):
             raise InputError(
-                f'"{text}" is no list of whole numbers',
+                f'"{shown}" is no list of whole numbers',
                 where=flag(name),
                 hint=f"write numbers such as {default}",
             )
         numbers = tuple(int(part[:12]) for part in parts)
         if len(numbers) > 26 or max(numbers) > _MOST_TOKENS:
             raise InputError(
-                f'"{text}" is too much for an example',
+                f'"{shown}" is too much for an example',
                 where=flag(name),
                 hint=f"write at most 26 numbers up to {_MOST_TOKENS:,}",
             )
