@@ -17,10 +17,10 @@ from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError, unknown_name
 from kvplan.units import parse_size
 
+#: Engines that reserve contiguous memory.
+CONTIGUOUS_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
 #: Engines whose pools can be sized.
-ENGINES = ("vllm", "paged", "sglang", "tensorrt-llm", "llama.cpp")
-#: Engines of the contract that come later; named so that asking for one gets a true answer.
-LATER_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
+ENGINES = ("vllm", "paged", "sglang", "tensorrt-llm", "llama.cpp", *CONTIGUOUS_ENGINES)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,7 +130,11 @@ class SizeOptions(ServingOptions):
 
 @dataclass(slots=True, kw_only=True)
 class SimulateOptions(ServingOptions):
-    """Options of `simulate`. Times are seconds."""
+    """Options of `simulate`. Times are seconds.
+
+    ``map`` asks for a map of the pool in its fullest step, or in step ``at_step``, with the block table of the
+    request ``map_request``.
+    """
 
     model: str | None = None
     enable_chunked_prefill: bool | None = None
@@ -145,6 +149,31 @@ class SimulateOptions(ServingOptions):
     slo_tpot: float | None = None
     slo_e2e: float | None = None
     skip_bad_lines: bool = False
+    map: bool = False
+    at_step: int | None = None
+    map_request: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class ExplainOptions(ServingOptions):
+    """Options of `explain`; a topic takes those that its example depends on. Lists are texts such as ``50,200``.
+
+    ``seq`` tokens are a sequence, of which ``used_tokens`` may be filled. ``requests`` requests have ``input_tokens``
+    in and ``output_tokens`` out, ``shared_prefix`` tokens in common and ``own_tokens`` besides. ``outputs`` are the
+    lengths of one batch's answers, of which ``rounds`` come.
+    """
+
+    model: str | None = None
+    seq: int | None = None
+    used_tokens: str | None = None
+    block_sizes: str | None = None
+    requests: int | None = None
+    shared_prefix: int | None = None
+    own_tokens: int | None = None
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    outputs: str | None = None
+    rounds: int | None = None
 
 
 _KIND_NAMES = {
@@ -178,6 +207,11 @@ _POSITIVE = (
     "seq",
     "concurrency",
     "shared_prefix",
+    "requests",
+    "own_tokens",
+    "input_tokens",
+    "output_tokens",
+    "rounds",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",
@@ -235,6 +269,11 @@ def check_options(options: ServingOptions) -> None:
             where="--long-prefill-token-threshold",
             hint="write a number from 0 on",
         )
+    at_step = getattr(options, "at_step", None)
+    if at_step is not None and not 0 <= at_step <= _MAX_COUNT:
+        raise InputError(
+            f"{at_step} is out of range", where="--at-step", hint="write the number of a step, from 0 on"
+        )
     utilization = options.gpu_memory_utilization
     if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):
         raise InputError(
@@ -266,8 +305,6 @@ class Engine(NamedTuple):
 def parse_engine(text: str | None) -> Engine:
     """The engine that ``--engine`` names; None: vLLM by the newest rules. Raises `InputError` for any other."""
     name, _, version = (text or "vllm").strip().partition("@")
-    if name in LATER_ENGINES:
-        raise InputError(f"not yet supported: engine {name}", where="--engine", hint="use vllm")
     if name not in ENGINES:
         raise unknown_name("engine", name, ENGINES, where="--engine")
     if name == "vllm":
@@ -308,8 +345,12 @@ class Resolver(Generic[Options]):
         if value is None:
             self.settings[name] = Setting(default, source, given=False)
             return default
-        self.settings[name] = Setting(value, self._origins.get(name, flag(name)), given=True)
+        self.settings[name] = Setting(value, self.source_of(name), given=True)
         return cast("Value", value)  # set_option keeps each field to its own type
+
+    def source_of(self, name: str) -> str:
+        """Where the value of a given option came from."""
+        return self._origins.get(name, flag(name))
 
     def note(self, name: str, value: object, source: str, *, given: bool = False) -> None:
         """Record a setting that is not chosen but follows from others."""
@@ -326,7 +367,7 @@ class Resolver(Generic[Options]):
             value = getattr(self.options, item.name)
             if item.name not in self.settings and value != item.default:
                 shown = list(value) if isinstance(value, tuple) else value
-                self.note(item.name, shown, self._origins.get(item.name, flag(item.name)), given=True)
+                self.note(item.name, shown, self.source_of(item.name), given=True)
 
     def note_engine(self) -> Engine:
         """Whose rules are followed: the ones asked for, or the newest of vLLM that are held."""

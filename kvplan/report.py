@@ -6,7 +6,8 @@ Names from traces and configs are printed as literal text, never as markup or co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -16,6 +17,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from kvplan.drawing import CACHED, FREE, SHARED, PoolDrawing, draw_lane, draw_pool
 from kvplan.text import literal
 from kvplan.units import format_bytes, format_count, format_seconds, format_share
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from kvplan.core.gpu import Gpu
     from kvplan.core.metrics import Distribution
     from kvplan.core.model import ModelSpec
+    from kvplan.core.pool_map import PoolMap
     from kvplan.core.sizing import Capacity, Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
@@ -30,6 +33,8 @@ if TYPE_CHECKING:
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
     from kvplan.options import Settings
+    from kvplan.topics.parts import Explanation, Figures, Part, Timeline, Unit, Value
+    from kvplan.topics.parts import Table as Values
 
 
 _NARROWEST = 20
@@ -40,6 +45,12 @@ _BAR = 24
 _NARROWEST_BAR = 72
 #: Longer words, such as paths, may be cut.
 _LONGEST_WORD = 32
+#: Rows of a map, requests in its legend and stretches of a block table.
+_MAP_ROWS = 20
+_MAP_REQUESTS = 12
+_TABLE_RUNS = 30
+#: Columns of a timeline.
+_TIMELINE = 60
 
 
 class Report:
@@ -333,6 +344,149 @@ class Report:
             f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
         )
 
+    def map(self, pool: PoolMap) -> None:
+        """Who holds which cell of the pool in one step."""
+        when = "" if pool.time_s is None else f", {format_seconds(pool.time_s)}"
+        self.console.print()
+        self._say(f"The pool in step {pool.step:,}{when}", style="bold")
+        self._grid(pool)
+
+    def _grid(self, pool: PoolMap) -> None:
+        """The cells, what the characters mean, and the block table where one was asked for."""
+        unit = "block" if pool.cell_tokens > 1 else "slot"
+        label = len(f"{pool.num_cells:,}")
+        drawing = draw_pool(pool, max(8, min(64, self.console.width - label - 3)), _MAP_ROWS)
+        each = f"{drawing.per_mark} {unit}s" if drawing.per_mark > 1 else f"a {unit}"
+        size = f" of {pool.cell_tokens} tokens" if pool.cell_tokens > 1 else ""
+        self._say(f"{pool.num_cells:,} {unit}s{size}, a character is {each}", style="dim")
+        for row in drawing.rows:
+            line = Text(f" {row.first:>{label},} ", style="dim")
+            for mark, marks in groupby(row.marks):
+                line.append("".join(marks), style=_mark_style(mark))
+            self.console.print(line)
+            if row.alike:
+                self._say(f" {'':>{label}} {row.alike:,} more rows of the same", style="dim")
+        self._map_legend(pool, drawing, unit)
+        if pool.table_of is not None:
+            self._block_table(pool, unit)
+
+    def _map_legend(self, pool: PoolMap, drawing: PoolDrawing, unit: str) -> None:
+        table = _table("", f"{unit}s", "shared", "tokens", "")
+        table.columns[-1].justify = "left"
+        shown = [one for one in pool.requests if one.id in drawing.letters]
+        listed = sorted(shown, key=lambda one: -one.cells)[:_MAP_REQUESTS]
+        for one in shown:
+            if one in listed:
+                mark = drawing.letters[one.id]
+                name = Text(mark, style=_mark_style(mark))
+                if one.id != mark:
+                    name.append(f" {literal(one.id)}", style="default")
+                shared = f"{one.shared_cells:,}"
+                table.add_row(name, f"{one.cells:,}", shared, f"{one.tokens:,}", "")
+        rest = len(pool.requests) - len(listed)
+        if rest:
+            held = sum(one.cells for one in pool.requests) - sum(one.cells for one in listed)
+            tokens = sum(one.tokens for one in pool.requests) - sum(one.tokens for one in listed)
+            table.add_row(f"{rest:,} more requests", f"{held:,}", "", f"{tokens:,}", "other letters, +")
+        reserved = "lower case, -: no token in them yet"
+        for mark, state, what in (
+            (" ", "held", "upper case, +: one request has them"),
+            (" ", "reserved", reserved),
+            (SHARED, "shared", "used by several requests"),
+            (CACHED, "cached", "free, and reusable"),
+            (FREE, "free", "free, and empty"),
+        ):
+            count = next(n for name, n in pool.cells.items() if name == state)
+            if count:
+                table.add_row(Text(f"{mark} {state}", style="dim"), f"{count:,}", "", "", what)
+        self.console.print(table)
+
+    def _block_table(self, pool: PoolMap, unit: str) -> None:
+        self._say(f"{'The block table' if unit == 'block' else 'The place'} of {literal(pool.table_of)}")
+        table = _table("logical", "physical", f"{unit}s", "tokens", "users")
+        for run in pool.table[:_TABLE_RUNS]:
+            table.add_row(
+                _span(run.logical, run.cells),
+                _span(run.physical, run.cells),
+                f"{run.cells:,}",
+                f"{run.tokens:,}",
+                f"{run.users:,}",
+            )
+        self.console.print(table)
+        if len(pool.table) > _TABLE_RUNS:
+            self._say(f"and {len(pool.table) - _TABLE_RUNS:,} more stretches (--json has all)")
+
+    # explain
+
+    def topics(self, questions: Mapping[str, str]) -> None:
+        """The topics and the question that each answers."""
+        table = _table("topic", "", keep_first=True)
+        table.columns[1].justify = "left"
+        for name, question in questions.items():
+            table.add_row(name, question)
+        self.console.print(table)
+        self._say("kvplan explain TOPIC works one through; --model NAME with another model")
+
+    def explanation(self, found: Explanation) -> None:
+        """A topic: its question, its parts in order, and where texts differ."""
+        self._say(f"{found.topic}: {found.question}", style="bold")
+        self._say(_settings_line(found.config, found.shown), style="dim")
+        for part in found.parts:
+            self._part(part)
+        for note in found.notes:
+            self.console.print()
+            self._say(f"Note: {note}", style="italic")
+
+    def _part(self, part: Part) -> None:
+        from kvplan.topics import parts as kinds  # only this command draws them
+
+        self.console.print()
+        if isinstance(part, kinds.Prose):
+            self._say(part.text)
+        elif isinstance(part, kinds.Formula):
+            self.console.print(Text(part.text, style="cyan"))
+        elif isinstance(part, kinds.Figures):
+            self._figures(part)
+        elif isinstance(part, kinds.Table):
+            self._values(part)
+        elif isinstance(part, kinds.Timeline):
+            self._timeline(part)
+        else:
+            self._say(part.title, style="bold")
+            self._grid(part.pool)
+
+    def _figures(self, part: Figures) -> None:
+        table = Table(show_header=False, box=None, pad_edge=False)
+        table.add_column(style="bold")
+        table.add_column()
+        for row in part.rows:
+            how = f"  ({row.how})" if row.how else ""
+            table.add_row(literal(row.label), f"{_value(row.value, row.unit)}{how}")
+        self.console.print(table)
+
+    def _values(self, part: Values) -> None:
+        if part.title:
+            self._say(part.title, style="bold")
+        table = _table(*(column.label for column in part.columns))
+        for column, shown in zip(part.columns, table.columns, strict=True):
+            shown.justify = "left" if column.unit == "text" else "right"
+        for row in part.rows:
+            cells = zip(row, part.columns, strict=True)
+            table.add_row(*(literal(_value(value, column.unit)) for value, column in cells))
+        self.console.print(table)
+
+    def _timeline(self, part: Timeline) -> None:
+        label = max(len(lane.name) for lane in part.lanes)
+        columns = max(8, min(_TIMELINE, self.console.width - label - 3))
+        per_mark = max(1, -(-part.ruler // columns))
+        each = f"{per_mark} steps" if per_mark > 1 else "a step"
+        self._say(f"{part.title}: {part.steps:,} steps, a character is {each}", style="bold")
+        for lane in part.lanes:
+            line = Text(f" {lane.name:<{label}} ", style="dim")
+            for mark, marks in groupby(draw_lane(lane.stretches, part.steps, per_mark, loud=part.loud)):
+                line.append("".join(marks), style=_mark_style(mark))
+            self.console.print(line)
+
     # check
 
     def checks(self, report: CheckReport) -> None:
@@ -489,6 +643,55 @@ def _plain(cell: object) -> str:
 
 def _longest_word(texts: Sequence[str]) -> int:
     return min(max((cell_len(word) for text in texts for word in text.split()), default=0), _LONGEST_WORD)
+
+
+#: Colours of letters, one after the other; what they say is said by the letters too.
+_LETTER_STYLES = ("cyan", "green", "yellow", "magenta", "blue", "red")
+
+
+def _mark_style(mark: str) -> str:
+    """The colour of a character of a map."""
+    if mark.isalpha():
+        style = _LETTER_STYLES[(ord(mark.upper()) - ord("A")) % len(_LETTER_STYLES)]
+        return style if mark.isupper() else f"dim {style}"
+    return {SHARED: "bold white", CACHED: "bright_black", FREE: "bright_black"}.get(mark, "default")
+
+
+def _settings_line(settings: Settings, names: Sequence[str]) -> str:
+    """The settings that numbers depend on; those that nobody gave are said to be assumed."""
+    given = [f"{name} {literal(settings[name].value)}" for name in names if settings[name].given]
+    assumed = [f"{name} {literal(settings[name].value)}" for name in names if not settings[name].given]
+    return "; ".join([*given, f"assumed: {', '.join(assumed)}"] if assumed else [", ".join(given)])
+
+
+_FLOP_UNITS = ((10**18, "EFLOP"), (10**15, "PFLOP"), (10**12, "TFLOP"), (10**9, "GFLOP"), (10**6, "MFLOP"))
+
+
+def _value(value: Value, unit: Unit) -> str:
+    """A value of an explanation as text."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, str):
+        return value
+    if unit in ("bytes", "exact_bytes"):
+        return format_bytes(int(value)) if unit == "bytes" else _exact_bytes(int(value))
+    if unit == "share":
+        return format_share(value)
+    if unit == "times":
+        return f"{value:,.2f}" if value < 100 else f"{value:,.1f}"
+    if unit == "flops":
+        return next(
+            (f"{value / size:.3g} {name}" for size, name in _FLOP_UNITS if value >= size), f"{value:,} FLOP"
+        )
+    if isinstance(value, int):
+        return format_count(value)
+    return f"{value:,.3f}".rstrip("0").rstrip(".") if value >= 1 else f"{value:.3g}"
+
+
+def _span(first: int, count: int) -> str:
+    return f"{first:,}" if count == 1 else f"{first:,} - {first + count - 1:,}"
 
 
 def _flat(item: object) -> str:
@@ -715,9 +918,12 @@ def _simulate_headline(result: SimulateResult) -> str:
     if "model" in settings:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
+    simulation = result.simulation
+    if simulation["scheduler_version"] is None:
+        return f"{what}, engine {simulation['engine']} ({simulation['verified']})"
     return (
-        f"{what}, vLLM {result.simulation['scheduler_version']} scheduler, "
-        f"{'asynchronous' if result.simulation['async_scheduling'] else 'synchronous'}"
+        f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
+        f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
     )
 
 
@@ -761,7 +967,9 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
     rows += [
         (
             "KV pool",
-            f"{kv.num_gpu_blocks:,} blocks of {kv.block_size} tokens; at most {kv.peak_blocks:,} in use",
+            f"{kv.num_gpu_blocks:,} "
+            + (f"blocks of {kv.block_size} tokens" if kv.block_size > 1 else "slots of a token")
+            + f"; at most {kv.peak_blocks:,} in use",
         ),
         (
             "utilization",

@@ -234,7 +234,7 @@ def _heaviest(plan: Plan) -> int:
 def _check_settings(options: ServingOptions, rules: EngineRules) -> None:
     """Refuse what the engine does not have."""
     for name in sorted(rules.missing_settings):
-        if getattr(options, name) is not None:
+        if getattr(options, name) not in (None, False):  # nobody lacks what is switched off
             raise InputError(
                 f"{flag(name)} is no setting of engine {rules.name}, or its effect there is not known",
                 where=flag(name),

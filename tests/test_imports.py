@@ -73,6 +73,8 @@ def among(modules: set[str], names: tuple[str, ...]) -> list[str]:
         ("models llama-2-13b --json", (*HEAVY, *SIMULATION, "kvplan.jobs", "kvplan.report", "rich")),
         ("gpus --json", (*HEAVY, *SIMULATION, "kvplan.jobs", "kvplan.report", "rich")),
         ("size llama-2-13b", (*HEAVY, *SIMULATION, "rich.progress")),
+        ("explain --json", (*HEAVY, "kvplan.core.engines", "kvplan.jobs.simulate", *SIZING[:-2], "rich")),
+        ("explain prefix --json", (*HEAVY, "rich", "kvplan.drawing")),
         (
             "simulate chat --limit 2 --json",
             (*HEAVY, "rich", "kvplan.jobs.check", "kvplan.junit", "kvplan.plots"),

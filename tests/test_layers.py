@@ -50,7 +50,9 @@ MEMORY = {
 }
 SCHEDULING = {
     "request": 0,
+    "buddy": 0,
     "content": 1,
+    "paged_blocks": 2,
     "extents": 2,
     "pool": 3,
     "grouped": 4,
@@ -62,6 +64,7 @@ SCHEDULING = {
     "preemptions": 6,
     "metrics": 7,
     "simulate": 8,
+    "pool_map": 9,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.
@@ -71,7 +74,7 @@ HOMES = {
     "rich": ["kvplan.report", "kvplan.cli.progress"],
     "yaml": ["kvplan.safe_yaml"],
     "matplotlib": ["kvplan.plots"],
-    "numpy": ["kvplan.kernels."],
+    "numpy": ["kvplan.kernels.", "kvplan.topics.paged_attention"],
     "cupy": ["kvplan.kernels."],
     "huggingface_hub": ["kvplan.hub"],
     "msgspec": [],
@@ -257,8 +260,19 @@ OUTER = {
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    "kvplan.topics.parts": ["kvplan.options"],
+    "kvplan.topics.example": [
+        "kvplan.config",
+        "kvplan.errors",
+        "kvplan.jobs.simulate",
+        "kvplan.options",
+        "kvplan.serving",
+        "kvplan.topics.parts",
+    ],
+    "kvplan.drawing": ["kvplan.topics.parts"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
     "kvplan.report": [
+        "kvplan.drawing",
         "kvplan.jobs.min_blocks",
         "kvplan.jobs.audit",
         "kvplan.jobs.check",
@@ -267,6 +281,7 @@ OUTER = {
         "kvplan.jobs.size",
         "kvplan.options",
         "kvplan.text",
+        "kvplan.topics.parts",
         "kvplan.units",
     ],
 }
@@ -277,9 +292,11 @@ def test_a_module_outside_the_core_imports_what_it_is_allowed(name: str) -> None
     assert {one for one in own(name) if not one.startswith("kvplan.core.")} <= set(OUTER[name])
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name.startswith("kvplan.jobs.")])
+@pytest.mark.parametrize(
+    "name", [name for name in SOURCES if name.startswith(("kvplan.jobs.", "kvplan.topics."))]
+)
 def test_a_job_neither_renders_nor_writes(name: str) -> None:
-    forbidden = {"kvplan.report", "kvplan.output", "kvplan.junit", "kvplan.plots"}
+    forbidden = {"kvplan.report", "kvplan.drawing", "kvplan.output", "kvplan.junit", "kvplan.plots"}
     assert not own(name) & forbidden
     assert not called(name) & {"open", "print"}
 

@@ -24,6 +24,7 @@ NAMES = [
     "__version__",
     "audit",
     "check",
+    "explain",
     "list_gpus",
     "list_models",
     "load_gpu",
@@ -144,6 +145,13 @@ def test_simulate_gives_what_the_command_prints(capsys: pytest.CaptureFixture[st
     assert len(result.records) == 50
 
 
+def test_explain_gives_what_the_command_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    found = kvplan.explain("waste", model="llama-3.1-8b", seq=8192, used_tokens="10,20")
+    assert dataclasses.is_dataclass(found)
+    command = "explain waste --model llama-3.1-8b --seq 8192 --used-tokens 10,20"
+    assert as_json(found.to_dict()) == printed(capsys, *command.split())
+
+
 def test_check_gives_what_the_command_prints(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +191,7 @@ def test_every_option_of_the_contract_keeps_vllms_name() -> None:
     from kvplan.cli import app
 
     group: Any = get_command(app)
-    for command in ("size", "simulate"):
+    for command in ("size", "simulate", "explain"):
         for parameter in group.commands[command].params:
             long = [option for option in parameter.opts if option.startswith("--")]
             if long and parameter.name != "help":

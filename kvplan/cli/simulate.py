@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
 
 
+#: What no other run of the same trace needs to draw again.
+_WITHOUT_MAP: dict[str, object] = {"map": False, "at_step": None, "map_request": None}
+
+
 def register(app: typer.Typer) -> None:
     """Add the command to the application."""
     app.command(
@@ -125,6 +129,16 @@ def simulate(
     events_detail: Annotated[
         bool, typer.Option("--events-detail", help="With --events: block ids too.")
     ] = False,
+    map: Annotated[
+        bool, typer.Option("--map", help="Draw who holds which block, in the fullest step.")
+    ] = False,
+    at_step: Annotated[
+        str | None, typer.Option("--at-step", metavar="N", help="With --map: in this step.")
+    ] = None,
+    map_request: Annotated[
+        str | None,
+        typer.Option("--map-request", metavar="ID", help="With --map: the block table of this request too."),
+    ] = None,
     min_blocks: Annotated[
         str | None,
         typer.Option(
@@ -158,7 +172,7 @@ def simulate(
     least, interrupted = None, result.simulation["status"] == "interrupted"
     if goal is not None and not interrupted:
         try:
-            least = find_min_blocks(trace, settings, goal)
+            least = find_min_blocks(trace, settings.but(_WITHOUT_MAP), goal)
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:
@@ -173,6 +187,8 @@ def simulate(
 
         report = Report()
         report.simulate(result, profile=profile)
+        if result.map is not None:
+            report.map(result.map)
         if least is not None:
             report.min_blocks(least)
     if interrupted:

@@ -61,6 +61,29 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
             room -= left
 
 
+def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:
+    """The tokens ``start .. end-1`` of a content, in the fewest segments. O(segments)."""
+    pieces: list[Segment] = []
+    place = 0
+    for segment in join_segments(segments):
+        first, last = max(start, place), min(end, place + segment.length)
+        if first < last:
+            pieces.append(Segment(segment.stream, segment.start + first - place, last - first))
+        place += segment.length
+        if place >= end:
+            break
+    return pieces
+
+
+def hash_block(parent: BlockHash, pieces: Iterable[Segment]) -> BlockHash:
+    """The hash of a block, or of its beginning, that holds ``pieces`` and follows what ``parent`` names.
+
+    Of a full block it is the one that `block_hashes` gives.
+    """
+    text = "".join(f"{len(p.stream)}:{p.stream}@{p.start}+{p.length};" for p in pieces)
+    return blake2b(parent + text.encode(), digest_size=16).digest()
+
+
 #: (stream, start, length), as a `Segment` but made faster.
 Piece = tuple[str, int, int]
 

@@ -29,7 +29,7 @@ _LONGEST_NAME = 60
 class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
-    ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
+    ``num_gpu_blocks`` counts the ``null_blocks``, which never hold tokens. Lengths and budgets are in tokens.
     Defaults are vLLM 0.33's.
     """
 
@@ -46,11 +46,12 @@ class SchedulerConfig:
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
+    null_blocks: int = 1
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that can hold tokens: all but the null block."""
-        return self.num_gpu_blocks - 1
+        return self.num_gpu_blocks - self.null_blocks
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -170,13 +171,17 @@ class StepWork:
 
     ``sampled`` sequences need logits. ``decode_context`` is the sum over decoding sequences of the tokens each
     attends to (itself included); ``chunks`` lists ``(tokens computed before, tokens computed now)`` of each prompt
-    chunk.
+    chunk. ``copied_blocks`` are copied within the GPU's memory before the step, ``swapped_out_blocks`` and
+    ``swapped_in_blocks`` to and from the CPU's.
     """
 
     decodes: int = 0
     decode_context: int = 0
     chunks: list[tuple[int, int]] = field(default_factory=list)
     sampled: int = 0
+    copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
 
 
 S = TypeVar("S", bound=Sequence)
@@ -204,8 +209,9 @@ class Turn(Generic[S]):
 
     Counts taken after scheduling: ``free_blocks``, ``cached_blocks`` (those of them that hold reusable content),
     ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
-    blocks without KV) and ``reserved_slots`` (those of them that their owner will fill). ``free_blocks_end`` is taken
-    after the finished were freed.
+    blocks without KV), ``reserved_slots`` (those of them that their owner will fill) and ``hole_slots`` (free slots,
+    while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
+    finished were freed.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
     ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
@@ -222,6 +228,7 @@ class Turn(Generic[S]):
         "finished",
         "free_blocks",
         "free_blocks_end",
+        "hole_slots",
         "new_blocks",
         "preempted",
         "preemptions",
@@ -266,6 +273,7 @@ class Turn(Generic[S]):
         self.shared_blocks = 0
         self.empty_slots = 0
         self.reserved_slots = 0
+        self.hole_slots = 0
 
     @property
     def is_dead(self) -> bool:
@@ -297,8 +305,32 @@ class DecodeRun(Generic[S]):
     waste_begun: Seq[tuple[int, int]]
     finished: Seq[S]
     free_blocks_end: int
+    hole_slots: int = 0
 
     @property
     def first_work(self) -> StepWork:
         """What the first step computes."""
         return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)
+
+
+class Holding(NamedTuple):
+    """What one request holds: cells in the order of its tokens, and how many of their slots have KV."""
+
+    id: str
+    cells: Seq[int]
+    tokens: int
+
+
+class PoolPicture(NamedTuple):
+    """A pool after a step's scheduling, as it is, cheap to take; for maps of it.
+
+    A cell is the least that an engine hands out: a block, or one slot where stretches of any length are reserved.
+    Cells are ``first .. first+num_cells-1``, of ``cell_tokens`` slots each. ``contents[cell]`` is None where a free
+    cell holds nothing that another request could reuse; an engine without a prefix cache leaves ``contents`` empty.
+    """
+
+    cell_tokens: int
+    first: int
+    num_cells: int
+    holdings: Seq[Holding]
+    contents: Seq[object] = ()

@@ -31,12 +31,12 @@ class EngineSizing(NamedTuple):
 
 def engine_sizing(name: str, version: str = "") -> EngineSizing:
     """The parts of an engine; only those of the one named are loaded. Raises `InputError` for an unknown version."""
-    if name == "paged":
+    if name in ("paged", "static", "orca-max", "orca-pow2", "orca-oracle"):
         from kvplan.core.pools import paged
 
         return EngineSizing(
-            paged.PagedRules(),
-            paged.PagedPool,
+            paged.PagedRules() if name == "paged" else paged.ContiguousRules(name),
+            paged.PagedPool if name == "paged" else paged.ContiguousPool,
             pipeline_stages,
             lambda spec, deployment, gpu: _vllm_overhead(
                 spec, deployment._replace(version=paged.OVERHEAD_VERSION), gpu

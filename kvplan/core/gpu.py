@@ -5,6 +5,20 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+#: Bytes per second of a PCIe link of 16 lanes, one way, of the generation that an architecture has; 4.0 for others.
+_PCIE_BYTES_PER_S = {
+    "Pascal": 16 * 10**9,
+    "Volta": 16 * 10**9,
+    "Turing": 16 * 10**9,
+    "Hopper": 64 * 10**9,
+    "Blackwell": 64 * 10**9,
+    "Blackwell Ultra": 64 * 10**9,
+    "CDNA3": 64 * 10**9,
+    "CDNA4": 64 * 10**9,
+    "Gaudi3": 64 * 10**9,
+}
+_PCIE_4_BYTES_PER_S = 32 * 10**9
+
 
 class Gpu(NamedTuple):
     """One GPU. Unknown figures are None, never 0.
@@ -31,6 +45,11 @@ class Gpu(NamedTuple):
     source: str
     aliases: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+
+    @property
+    def host_bytes_per_s(self) -> int:
+        """The rate of its link to the host, one way, as the PCIe standard has it for 16 lanes."""
+        return _PCIE_BYTES_PER_S.get(self.architecture, _PCIE_4_BYTES_PER_S)
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form."""

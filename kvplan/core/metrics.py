@@ -24,7 +24,8 @@ _SUMMED_AT_ONCE = 4096
 class RequestRecord:
     """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come.
 
-    When it ends, ``peak_blocks`` is the most that it ever held, shared ones included.
+    When it ends, ``peak_blocks`` is the most that it ever held, shared ones included. ``output_tokens`` are those of
+    each of its samples.
     """
 
     request: Request
@@ -182,13 +183,13 @@ class _OverTime:
         self.opening = 0
         #: Ticks at each number of used blocks; integrals over ticks; maxima.
         self.ticks_at: defaultdict[int, int] = defaultdict(int)
-        self.running = self.waiting = self.tokens = self.waste = 0
+        self.running = self.waiting = self.tokens = self.waste = self.holes = 0
         self.running_max = self.waiting_max = self.shared_max = 0
         self._used: list[int] = []
         self._ticks: list[int] = []
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
-        self._waited = 0
+        self._waited = self._in_holes = 0
         # So many of the lists came up to the last finish.
         self._sure_levels = self._sure_states = 0
 
@@ -219,6 +220,7 @@ class _OverTime:
             self._ticks.append(ticks)
             queues = (state.running, state.waiting, state.shared_blocks)
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
+            self._in_holes += state.hole_slots * ticks
 
     def note_run(
         self,
@@ -251,11 +253,13 @@ class _OverTime:
             if offset:
                 waste_ticks += slots * sum(ticks[offset:])
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
+        self._in_holes += run.hole_slots * total
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
         self.waiting += self._waited
-        self._waited = 0
+        self.holes += self._in_holes
+        self._waited = self._in_holes = 0
         self._sure_levels = len(self._used)
         self._sure_states = len(self._states)
         if self._sure_levels > _SUMMED_AT_ONCE:
@@ -311,7 +315,8 @@ class Metrics:
 
     Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
-    a finish is held back until the next one, since only then it is known to lie in W.
+    a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
+    one block unless it is given.
     """
 
     def __init__(
@@ -320,13 +325,15 @@ class Metrics:
         num_gpu_blocks: int,
         block_size: int,
         prefix_caching: bool,
+        usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
+        null_blocks: int = 1,
         warmup: int = 0,
         slo: Slo | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
-        self.usable_blocks = num_gpu_blocks - 1
+        self.usable_blocks = num_gpu_blocks - null_blocks if usable_blocks is None else usable_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
@@ -341,6 +348,9 @@ class Metrics:
         self.recomputed_tokens = 0
         self.preemption_events = 0
         self.evicted_blocks = 0
+        self.copied_blocks = 0
+        self.swapped_out_blocks = 0
+        self.swapped_in_blocks = 0
         self.peak_blocks = 0
         self._on_request = on_request
         self._preemptions = PreemptionLog()
@@ -385,6 +395,10 @@ class Metrics:
         self.scheduled_tokens += turn.scheduled_tokens
         self.recomputed_tokens += turn.recomputed_tokens
         self.evicted_blocks += turn.evicted
+        work = turn.work
+        self.copied_blocks += work.copied_blocks
+        self.swapped_out_blocks += work.swapped_out_blocks
+        self.swapped_in_blocks += work.swapped_in_blocks
         used, tokens, waste = self._slots(turn)
         if used > self.peak_blocks:
             self.peak_blocks = used
@@ -401,16 +415,21 @@ class Metrics:
         if turn.preemptions or self._preemptions.open:
             self._preemptions.fold(turn, self.steps - 1, start, end)
         gaps = self._gaps
-        for sequence in turn.stopped_decoding:
-            if sequence.num_tokens < sequence.max_tokens:  # preempted, before its turn came
-                record = records[sequence.id]
-                record.last_token = start
-                self._decoding -= record.measured
+        # Of those who stopped some finish, with a token of this step; others lost their place before their turn came,
+        # and if they got it back at once, they are among the sampled.
+        early: set[Sequence] = set()
+        if turn.stopped_decoding:
+            sampled = set(turn.sampled)
+            early = {s for s in turn.stopped_decoding if s.num_tokens < s.max_tokens or s in sampled}
+        for sequence in early:
+            record = records[sequence.id]
+            record.last_token = start
+            self._decoding -= record.measured
         if turn.decoders and self._decoding:
             gaps.add(end - start, self._decoding)
         self._fold_samples(turn.sampled, end)
         for sequence in turn.stopped_decoding:
-            if sequence.num_tokens >= sequence.max_tokens:
+            if sequence not in early:
                 self._decoding -= records[sequence.id].measured
         for sequence in turn.started_decoding:
             self._decoding += records[sequence.id].measured
@@ -471,7 +490,7 @@ class Metrics:
         if self.window_start is not None and end >= self.window_start:
             totals.finished_inside += 1
             totals.input_inside += request.input_tokens
-            totals.output_inside += record.output_tokens
+            totals.output_inside += record.output_tokens * request.samples
         if record.measured:
             self._e2e.add(end - request.arrival)
             tpot = tpot_ticks(record)
@@ -546,11 +565,11 @@ class Metrics:
         ticks_at = over_time.ticks_at
         levels = sorted(ticks_at)
         block_ticks = sum(used * ticks_at[used] for used in levels)
-        slot_ticks = block_ticks * self.block_size
-        tokens, waste = over_time.tokens, over_time.waste
+        held = block_ticks * self.block_size
+        tokens, waste, holes = over_time.tokens, over_time.waste, over_time.holes
 
         def share(part: int) -> float | None:
-            return part / slot_ticks if slot_ticks else None
+            return part / (held + holes) if held + holes else None
 
         def level(percent: int) -> float | None:
             """The smallest utilization such that the time at or below it reaches the percentage of W."""
@@ -570,8 +589,8 @@ class Metrics:
             ),
             token_share=share(tokens),
             internal_fragmentation=share(waste),
-            reserved_share=share(slot_ticks - tokens - waste),
-            external_fragmentation=share(0),  # a pool of equal blocks has no holes too small
+            reserved_share=share(held - tokens - waste),
+            external_fragmentation=share(holes),  # 0 in a pool of equal blocks
             peak_blocks=peak if window else self.peak_blocks,
         )
 
@@ -599,7 +618,7 @@ class Metrics:
             resumed_hit_tokens=totals.resumed_hit_tokens,
             evicted_blocks=self.evicted_blocks,
             peak_shared_blocks=self._over_time.shared_max,
-            copied_blocks=0,  # vLLM never copies a block: only full ones are shared
+            copied_blocks=self.copied_blocks,
         )
 
     def preemption_figures(self) -> PreemptionFigures:
@@ -608,8 +627,8 @@ class Metrics:
             events=self.preemption_events,
             requests=self._totals.preempted,
             recomputed_tokens=self.recomputed_tokens,
-            swapped_out_blocks=0,  # the V1 engine preempts by recomputing only
-            swapped_in_blocks=0,
+            swapped_out_blocks=self.swapped_out_blocks,
+            swapped_in_blocks=self.swapped_in_blocks,
         )
 
     def preemption_causes(self) -> PreemptionCauses:

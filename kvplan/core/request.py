@@ -31,7 +31,8 @@ class Request(NamedTuple):
 
     ``arrival`` is in ticks of the run's clock: picoseconds, or engine steps where arrivals are
     step-numbered. ``output_tokens`` is how many tokens it generates (end-of-sequence is ignored). An empty
-    ``content`` is a prompt that shares nothing. Lower ``priority`` goes first.
+    ``content`` is a prompt that shares nothing. Lower ``priority`` goes first. Of ``samples`` answers each has
+    ``output_tokens``; the first is the one that stream ``o:ID`` stands for.
     """
 
     id: str
@@ -40,6 +41,7 @@ class Request(NamedTuple):
     output_tokens: int
     priority: int = 0
     content: tuple[Segment, ...] = ()
+    samples: int = 1
 
     def full_content(self) -> tuple[Segment, ...]:
         """Prompt and everything that will be generated, as segments."""

@@ -12,16 +12,18 @@ from typing import Literal, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engine_sizing import engine_sizing
+from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, check_longest, longest_place
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
+from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
-from kvplan.core.vllm_rules import vllm_rules
-from kvplan.errors import DoesNotFit, InputError, KvplanError
+from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
     Engine,
     Resolver,
@@ -83,6 +85,7 @@ class SimulateResult:
     warnings: tuple[str, ...]
     profile: Profile
     seconds_per_tick: Fraction | None
+    map: PoolMap | None = None
     records: tuple[figures.RequestRecord, ...] = field(default=(), repr=False)
 
     def to_dict(self, *, profile: bool = False) -> dict[str, object]:
@@ -104,6 +107,8 @@ class SimulateResult:
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
         }
+        if self.map is not None:
+            document["map"] = self.map.to_dict()
         if profile:
             document["profile"] = asdict(self.profile)
         return document
@@ -170,6 +175,9 @@ class Simulation:
     ) -> None:
         """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
         check_options(options)
+        for name in ("at_step", "map_request"):
+            if getattr(options, name) is not None and not options.map:
+                raise InputError(f"{flag(name)} has no map to add to", where=flag(name), hint="give --map")
         self.options = options
         self.trace = open_trace(
             source,
@@ -183,7 +191,7 @@ class Simulation:
             if num_gpu_blocks is not None:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
-                self._plan.config.check()
+                _check_start(self._plan)
             self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
         except KvplanError:
             self.trace.close()
@@ -214,13 +222,19 @@ class Simulation:
         both decide the same.
         """
         plan, trace = self._plan, self.trace
-        path = path or ("plain" if observers else "fast")
-        engine = VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+        path = path or ("plain" if observers or self.options.map else "fast")
+        engine = _make_engine(plan, path)
+        fullest: FullestStep | None = None
+        if self.options.map:
+            assert isinstance(engine, Pictured), "watched engines can be drawn"
+            fullest = FullestStep(engine, self.options.at_step)
+            turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             block_size=plan.config.block_size,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
+            null_blocks=plan.config.null_blocks,
             warmup=self._warmup,
             slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
             on_request=on_request,
@@ -242,7 +256,33 @@ class Simulation:
             reason = "figures are of the part that ran"
         metrics.note_live(engine.live())
         profile = _profile(wall, cpu, metrics.request_counts().total)
-        return _result(trace, plan, metrics, profile, path, status, reason)
+        result = _result(trace, plan, metrics, profile, path, status, reason)
+        if fullest is None or (status == "interrupted" and fullest.picture is None):
+            return result
+        return replace(result, map=self._map(fullest))
+
+    def _map(self, fullest: FullestStep) -> PoolMap:
+        """The map that was asked for; raises `InputError` where that step or request is not to be seen."""
+        picture, at_step, name = fullest.picture, self.options.at_step, self.options.map_request
+        if picture is None:
+            steps = f"those of this run lie between {fullest.first_step} and {fullest.last_step}"
+            raise InputError(
+                "there is no step to draw" if at_step is None else f"no step {at_step} was taken",
+                where="--map" if at_step is None else "--at-step",
+                hint="the trace has no request that runs" if fullest.last_step is None else steps,
+            )
+        names = [holding.id for holding in picture.holdings]
+        if name is not None and name not in names:
+            raise unknown_name(
+                f"request among those that hold blocks in step {fullest.step}",
+                name,
+                names,
+                where="--map-request",
+                listing="the legend of --map",
+            )
+        scale = self.seconds_per_tick
+        time_s = None if scale is None else seconds(fullest.start, scale)
+        return pool_map(picture, step=fullest.step, time_s=time_s, table_of=name)
 
 
 def _result(
@@ -260,10 +300,10 @@ def _result(
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION,
+            "scheduler_version": SCHEDULER_VERSION if plan.engine.name == "vllm" else None,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden",
+            "verified": "golden" if plan.engine.name == "vllm" else "approximated",
             "status": status,
             "reason": reason,
         },
@@ -286,16 +326,23 @@ def _result(
     )
 
 
+#: Why an engine turns away what would block its queue for ever.
+_TOO_LARGE = ("reservation_exceeds_pool", "prompt_exceeds_max_num_batched_tokens")
+
+
 def _request_warnings(
     counts: figures.RequestCounts, trace: TraceStream, config: SchedulerConfig
 ) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
-    if counts.rejected:
+    too_large = sum(counts.reject_reasons.get(reason, 0) for reason in _TOO_LARGE)
+    if too_large:
+        warnings.append(f"{too_large:,} requests were turned away: no pool or batch of this size holds them")
+    if counts.rejected > too_large:
         warnings.append(
-            f"{counts.rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
-            f"{config.max_model_len:,}"
+            f"{counts.rejected - too_large:,} requests were turned away: their prompt is empty or reaches "
+            f"max_model_len {config.max_model_len:,}"
         )
     if counts.truncated:
         warnings.append(
@@ -321,6 +368,26 @@ class _Plan:
     engine: Engine
 
 
+def _make_engine(plan: _Plan, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
+    """The engine of that name; ``plain``: one whose every step can be watched."""
+    for reservation in RESERVATIONS:
+        if plan.engine.name == reservation:
+            return Contiguous(plan.config, reservation, watched=path == "plain")
+    return VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+
+
+def _check_start(plan: _Plan) -> None:
+    """Refuse what the engine refuses when it starts."""
+    plan.config.check()
+    for reservation in RESERVATIONS:
+        if plan.engine.name == reservation:
+            check_longest(reservation, plan.config)
+
+
+#: Engines that can be simulated.
+_SIMULATED = ("vllm", *RESERVATIONS)
+
+
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     sources = dict(origins or {})
@@ -330,18 +397,24 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name != "vllm":
+    if engine.name not in _SIMULATED:
         raise InputError(
-            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
+            f"not yet supported: simulation of engine {engine.name}",
+            where="--engine",
+            hint=f"use {', '.join(_SIMULATED[:-1])} or {_SIMULATED[-1]}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
     if names_machine or options.num_gpu_blocks_override is None:
         machine = _machine(resolver, warnings)
-        config = _scheduler_config(resolver, machine.pool, scenario)
+        pool = machine.pool
     else:
         _refuse_machine_options(options)
-        config = _scheduler_config(resolver, _free_pool(resolver), scenario)
+        pool = _free_pool(resolver, engine)
+    if engine.name in RESERVATIONS:
+        config = _contiguous_config(resolver, pool, warnings)
+    else:
+        config = _scheduler_config(resolver, pool, scenario)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
@@ -444,7 +517,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     warnings += served.warnings
     capacity, deployment = served.capacity, served.deployment
     assert capacity is not None, "there is a GPU, its memory or a pool"
-    _check_simulated(served)
+    check_simulated(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
         length = min(length, capacity.max_model_len_that_fits)
@@ -464,7 +537,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     return _Machine(served, pool)
 
 
-def _check_simulated(served: Served) -> None:
+def check_simulated(served: Served) -> None:
     """Refuse what can be sized but not simulated yet."""
     groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
     if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
@@ -487,18 +560,21 @@ def _check_simulated(served: Served) -> None:
             )
 
 
-def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
+def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     """A number of blocks without model or GPU."""
     options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
-    whole_pool = max(1, (count - 1) * block_size)
-    length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
+    whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
+    for reservation in RESERVATIONS:
+        if engine.name == reservation:
+            whole_pool, what = longest_place(reservation, count * block_size), "the largest piece of the pool"
+    length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
-        resolver.note("max_model_len", length, "--max-model-len auto: the whole pool")
-    rules = vllm_rules("")
+        resolver.note("max_model_len", length, f"--max-model-len auto: {what}")
+    rules = engine_sizing(engine.name, engine.version).rules
     batch, seqs = choose_batch_limits(
         resolver, rules, rules.batch_limits(None, ""), length, "default without a machine"
     )
@@ -549,6 +625,41 @@ def _scheduler_config(
     return config
 
 
+def _contiguous_config(
+    resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
+) -> SchedulerConfig:
+    """Settings of an engine with contiguous reservations; its blocks are slots, and none is kept out."""
+    options = resolver.options
+    engine = parse_engine(options.engine).name
+    for name, theirs in (
+        ("enable_prefix_caching", False),
+        ("enable_chunked_prefill", False),
+        ("long_prefill_token_threshold", 0),
+        ("scheduling_policy", "fcfs"),
+    ):
+        value = getattr(options, name)
+        if value not in (None, theirs) and resolver.source_of(name) != "trace":
+            raise InputError(
+                f"{flag(name)} is no setting of engine {engine}", where=flag(name), hint="leave it out"
+            )
+        resolver.note(name, theirs, f"as engine {engine} does")
+    if engine in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+        warnings.append(
+            f"{engine} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            "--max-model-len"
+        )
+    return SchedulerConfig(
+        num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
+        block_size=1,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_seqs=pool.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=False,
+        enable_chunked_prefill=False,
+        null_blocks=0,
+    )
+
+
 # Time
 
 _Clock = tuple[
@@ -585,9 +696,9 @@ def _roofline(machine: _Machine) -> Roofline:
     gpu, spec, deployment = served.gpu, served.spec, served.deployment
     rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
     tp = deployment.tensor_parallel_size
-    active = spec.weights.active_parameters
+    flops = step_flops(served)
     weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
-    if rates[0] is None or rates[1] is None or active is None or weight_bytes is None:
+    if rates[0] is None or rates[1] is None or flops is None or weight_bytes is None:
         lacks = "GPU's bandwidth and FLOP/s" if None in rates else "size of the weights"
         raise InputError(
             f"the {lacks} are not known",
@@ -597,13 +708,26 @@ def _roofline(machine: _Machine) -> Roofline:
     return Roofline.from_rates(
         weight_bytes=weight_bytes,
         kv_bytes_per_token=served.kv.per_gpu.bytes_per_token,
-        # A multiplication and an addition for each weight, and for each element of a key and of a value.
-        flops_per_token=2 * (active - spec.weights.head_parameters) // tp,
-        flops_per_logits=2 * spec.weights.head_parameters // tp,
-        attention_flops=2 * spec.num_heads * _attention_width(served) // tp,
+        flops=flops,
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
+    )
+
+
+def step_flops(served: Served) -> Flops | None:
+    """What a step computes on one rank; None where the weights are not known.
+
+    A multiplication and an addition for each weight, and for each element of a key and of a value.
+    """
+    weights, tp = served.spec.weights, served.deployment.tensor_parallel_size
+    active = weights.active_parameters
+    if active is None:
+        return None
+    return Flops(
+        per_token=2 * (active - weights.head_parameters) // tp,
+        per_logits=2 * weights.head_parameters // tp,
+        per_pair=2 * served.spec.num_heads * _attention_width(served) // tp,
     )
 
 

@@ -16,6 +16,7 @@ from command_line import GOLDENS, SNAPSHOTS, UPDATE, Cli, same_as_snapshot
 from rich.cells import cell_len
 
 import kvplan
+from kvplan.jobs.explain import TOPICS
 
 COMMANDS = {
     "size": "size llama-2-13b --seq 4096",
@@ -30,12 +31,17 @@ COMMANDS = {
     "simulate-stuck": "simulate 23_never_fits.scenario.json",
     "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
     "simulate-estimated-times": "simulate chat --limit 20",
+    "simulate-map": "simulate 05_preempt_single.scenario.json --map --map-request b --at-step 8",
+    "simulate-map-orca": "simulate chat --limit 30 --engine orca-oracle --num-gpu-blocks-override 512 "
+    "--map --at-step 1200",
+    "explain": "explain",
+    **{f"explain-{topic}": f"explain {topic}" for topic in TOPICS},
     "check": "check capacity.yaml",
     "gpu": "gpus h100-80gb",
     "model": "models llama-2-13b",
 }
 CODES = {"size-does-not-fit": 1, "simulate-stuck": 1, "check": 1}
-HELP = ("", "size", "simulate", "check", "audit", "models", "gpus")
+HELP = ("", "size", "simulate", "check", "audit", "explain", "models", "gpus")
 
 #: Typer lays out the help texts; another version may do it otherwise.
 TYPER_OF_HELP = "0.29"

@@ -29,6 +29,9 @@ FORMS = {
     "sglang": "bfloat16",
     "tensorrt-llm": "fp8",
     "llama.cpp": "q8_0",
+    "static": "bfloat16",
+    "orca-max": "bfloat16",
+    "orca-oracle": "bfloat16",
 }
 
 heads = st.sampled_from([1, 2, 8])
@@ -74,6 +77,7 @@ def pools(draw: st.DrawFn) -> tuple[Pool, ModelSpec, CacheFormat, str]:
         seq=1,
         max_model_len=4096,
         cache=form,
+        engine=engine,
         block_size=draw(st.sampled_from([2, 16, 64])),
         max_num_seqs=draw(st.integers(1, 9)),
         is_max_num_seqs_given=draw(st.booleans()),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import StepWork
 
 #: 1 weight read = 1000, a token of context 10, a token 100, its logits 50, a pair 1, fixed 7.
@@ -24,9 +24,7 @@ def test_coefficients_are_rounded_down_to_whole_picoseconds_once() -> None:
     found = Roofline.from_rates(
         weight_bytes=16 * 10**9,
         kv_bytes_per_token=131072,
-        flops_per_token=16 * 10**9,
-        flops_per_logits=10**9,
-        attention_flops=524288,
+        flops=Flops(per_token=16 * 10**9, per_logits=10**9, per_pair=524288),
         num_layers=32,
         bandwidth_bytes_per_s=3350 * 10**9,
         flops_per_s=989 * 10**12,

@@ -9,7 +9,6 @@ import pytest
 from kvplan.errors import InputError
 from kvplan.jobs.size import size
 from kvplan.options import (
-    LATER_ENGINES,
     Resolver,
     ServingOptions,
     SimulateOptions,
@@ -172,12 +171,6 @@ def test_an_engine_is_a_name_and_the_version_of_its_rules(
 ) -> None:
     assert parse_engine(text) == engine
     assert parse_engine(text).label == label
-
-
-@pytest.mark.parametrize("name", LATER_ENGINES)
-def test_an_engine_of_the_contract_that_comes_later_is_said_to(name: str) -> None:
-    with pytest.raises(InputError, match="not yet supported: engine"):
-        parse_engine(name)
 
 
 def test_another_version_and_an_unknown_engine_are_refused() -> None:

@@ -12,7 +12,16 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.content import BlockHash, block_hashes
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Sequence, Turn, why_stuck
+from kvplan.core.engine import (
+    RESTARTS_TO_GIVE_UP,
+    Holding,
+    PoolPicture,
+    Preemption,
+    SchedulerConfig,
+    Sequence,
+    Turn,
+    why_stuck,
+)
 from kvplan.core.request import Request
 
 
@@ -189,6 +198,19 @@ class VllmPlain:
         """Of every live request: id, tokens so far, prompt included, and the most of them that ever had KV."""
         return ((s.id, s.num_tokens, s.high_water) for s in (*self.running, *self.waiting))
 
+    def picture(self, turn: Turn[PlainSequence]) -> PoolPicture:
+        """The pool after the scheduling of ``turn``, which is the turn taken last."""
+        return PoolPicture(
+            cell_tokens=self.config.block_size,
+            first=1,
+            num_cells=self.config.usable_blocks,
+            holdings=[
+                Holding(sequence.id, tuple(sequence.blocks), sequence.computed)
+                for sequence in (*turn.finished, *self.running)
+            ],
+            contents=tuple(self.pool.hashes),
+        )
+
     # Arrival
 
     def refusal(self, request: Request) -> str | None:
@@ -259,8 +281,7 @@ class VllmPlain:
             done = set(turn.finished)
             self.running = [s for s in self.running if s not in done]
             for sequence in turn.finished:
-                self.pool.release(sequence.blocks)
-                sequence.blocks = []
+                self.pool.release(sequence.blocks)  # they stay listed in it, for `picture`
         turn.free_blocks_end = self.pool.num_free
 
     def _prefill_cap(self) -> int:

@@ -2,7 +2,8 @@
 
 Section 4.1: a block holds the keys and values of a fixed number of tokens, in all layers. The paper knows no
 windows and no states: here layers with windows keep all tokens, as the first engines did, and what is of fixed size
-for a sequence is given whole blocks of its own. There is no null block.
+for a sequence is given whole blocks of its own. There is no null block. Below, the paper's baselines: contiguous
+memory for each sequence.
 """
 
 from __future__ import annotations
@@ -149,3 +150,56 @@ class PagedPool:
     def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
         """Blocks x block size, and how many of the longest sequence they hold."""
         return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
+
+
+class ContiguousRules(PagedRules):
+    """Defaults of the paper's engine where it has any: the baselines ran on the same machine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
+        """Room for the longest prompt: none is split."""
+        return max(batch, max_model_len)
+
+    def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
+        """Nothing is shared."""
+        return False
+
+    def default_block_size(
+        self, caches: Sequence[Cache], kv_form: str, compute_capability: str | None
+    ) -> tuple[int, str]:
+        """A slot."""
+        return 1, ""
+
+
+class ContiguousPool(PagedPool):
+    """Slots, of which each sequence gets one piece: what it reserves (section 6.1).
+
+    That is the longest sequence served (``static``, ``orca-max``), or the piece of a buddy allocator that holds the
+    sequence (``orca-oracle``; ``orca-pow2`` reserves at least that, as its output is rounded up first). A block is a
+    slot, the KV of one token in all layers, unless a larger one is asked for.
+    """
+
+    formulas = Formulas(
+        budget=PagedPool.formulas.budget,
+        block="block size x bytes of a token in all layers",
+        blocks="available // bytes per block = {available} // {block}",
+        pages_source="Kwon et al. 2023, section 6.1",
+        states_source="not in the paper: slots of their own",
+        groups_source="Kwon et al. 2023, section 6.1",
+        budget_source=PagedPool.formulas.budget_source,
+        overhead_source=PagedPool.formulas.overhead_source,
+    )
+
+    def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
+        super().__init__(spec, deployment, form)
+        self._longest = deployment.max_model_len if deployment.engine in ("static", "orca-max") else 0
+        self._in_pieces = deployment.engine != "static"
+
+    def blocks(self, length: int) -> int:
+        """Blocks of the reservation."""
+        slots = super().blocks(max(length, self._longest)) * self.block_size
+        if self._in_pieces:
+            slots = 1 << (slots - 1).bit_length()
+        return -(-slots // self.block_size)

@@ -1,0 +1,84 @@
+"""`kvplan explain formula`: bytes of a token, from the model's shape."""
+
+from __future__ import annotations
+
+from kvplan.core.kv_cache import KV_DTYPE_BYTES, STATES, FullAttention, SlidingWindow
+from kvplan.topics.example import Example
+from kvplan.topics.parts import Column, Explanation, Figure, Figures, Formula, Part, Prose, Table, Value
+from kvplan.units import format_bytes
+
+
+def explain(example: Example) -> Explanation:
+    """The formula for each kind of layer, and what lengths make of it."""
+    served = example.served
+    kv, spec = served.kv, served.spec
+    seq = example.seq()
+    form = served.deployment.cache
+    element = KV_DTYPE_BYTES.get(form.kv_cache_dtype)
+    parts: list[Part] = [
+        Prose("Each layer keeps a key and a value of every token, for each of its KV heads."),
+    ]
+    for cache, layers in spec.attention:
+        if isinstance(cache, (FullAttention, SlidingWindow)) and element is not None:
+            window = isinstance(cache, SlidingWindow)
+            parts.append(
+                Formula(
+                    f"{layers} layers x {cache.num_kv_heads} KV heads x (key {cache.head_dim} + value "
+                    f"{cache.value_size}) x {element} B = {cache.page_bytes(1, form) * layers:,} B"
+                    + (" in the window" if window else "")
+                )
+            )
+        elif isinstance(cache, STATES):
+            state = cache.payload_bytes(1, form) * layers
+            parts.append(Formula(f"{layers} layers of {cache.kind}: {state:,} B a sequence, however long"))
+        else:
+            row = cache.payload_bytes(128, form) * layers / 128
+            parts.append(Formula(f"{layers} layers of {cache.kind}: {row:,.0f} B a token"))
+    more = " more, once windows are full" if kv.fixed_bytes_per_sequence else ""
+    figures = [
+        Figure("bytes_per_token", f"a token{more}", kv.bytes_per_token, "exact_bytes"),
+        Figure("bytes_per_block", f"a block of {kv.block_size} tokens", kv.bytes_per_block, "exact_bytes"),
+    ]
+    if kv.fixed_bytes_per_sequence:
+        figures.append(
+            Figure(
+                "fixed_bytes_per_sequence", "fixed, a sequence", kv.fixed_bytes_per_sequence, "exact_bytes"
+            )
+        )
+    spread = spec.num_heads // spec.num_kv_heads if spec.num_kv_heads else 1
+    if spread > 1 and all(isinstance(cache, FullAttention) for cache, _ in spec.attention):
+        figures.append(
+            Figure(
+                "bytes_per_token_of_all_heads",
+                f"with K/V for all {spec.num_heads} heads",
+                kv.bytes_per_token * spread,
+                "exact_bytes",
+            )
+        )
+    parts.append(Figures(tuple(figures)))
+    counts = sorted({1, kv.block_size, 1000, seq})
+    rows: list[tuple[Value, ...]] = []
+    for tokens in counts:
+        size = example.payload_bytes(tokens)
+        rows.append((tokens, size, size / (1 << 30), size / 10**9))
+    parts.append(
+        Table(
+            "lengths",
+            (
+                Column("tokens", "tokens"),
+                Column("bytes", "K/V", "exact_bytes"),
+                Column("gib", "GiB (2^30)"),
+                Column("gb", "GB (10^9)"),
+            ),
+            tuple(rows),
+        )
+    )
+    size = example.payload_bytes(1000)
+    return example.explanation(
+        parts,
+        [
+            f"1,000 tokens are {size:,} B: {size / (1 << 30):.3f} GiB or {size / 10**9:.3f} GB "
+            f"({format_bytes(size)}). A text with another figure, such as {size / (1 << 20) / 1000:.2f}, has divided "
+            "by 1,024 and by 1,000 in turn."
+        ],
+    )
