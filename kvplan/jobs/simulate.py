@@ -201,6 +201,13 @@ class Simulation:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
 
+    @property
+    def given_slots(self) -> int | None:
+        """Tokens for which the pool has places, if its number of blocks was given and does not follow from memory."""
+        if self._plan.settings["num_gpu_blocks"].source != "num_gpu_blocks_override":
+            return None
+        return self._plan.config.num_gpu_blocks * self._plan.config.block_size
+
     def run(
         self,
         observers: Sequence[Observer] = (),
