@@ -338,12 +338,15 @@ class Report:
         first = next((run.result for run in result.runs if run.result is not None), None)
         if first is not None:
             self._say(_compare_headline(first, result.varied))
-        labels = [literal(run.label_among(result.varied)) for run in result.runs]
+        labels = list(map(literal, result.labels))
         names = " ".join(name.replace("_", "-") for name in result.varied)
-        if max(map(len, [names, *labels])) > _WIDEST_LABEL:  # the tables have no room for them
+        if len(names) > _WIDEST_LABEL:  # the tables have no room for it
+            self._say(f"by {names}")
+            names = ""
+        if max(map(len, labels), default=0) > _WIDEST_LABEL:
             for number, label in enumerate(labels, 1):
                 self._say(f"{number}: {label}")
-            labels, names = [str(number) for number in range(1, len(labels) + 1)], ""
+            labels = [str(number) for number in range(1, len(labels) + 1)]
         held = _table(
             names, "tokens", "to fill", "waste", "holes", "used", "preempt.", "run", "wait", keep_first=True
         )
@@ -381,7 +384,7 @@ class Report:
         self._say("* leads its column. Shares are of the memory held, over time; figures are means.")
         for label, run in zip(labels, result.runs, strict=True):
             if run.error is not None:
-                self._say(f"{label}: {literal(str(run.error))}")
+                self._say(f"{label}: {literal(str(run.error))}; {literal(run.error.hint or '')}".rstrip("; "))
         if result.is_partial:
             self._say("Interrupted: runs that were not finished are left out.")
 

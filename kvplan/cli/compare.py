@@ -12,6 +12,7 @@ import typer
 from kvplan.cli import options as shared
 from kvplan.cli.simulate import simulate
 from kvplan.errors import InputError
+from kvplan.options import flag
 from kvplan.units import parse_count
 
 if TYPE_CHECKING:
@@ -98,7 +99,9 @@ def compare(
     for text in vary or ():
         name, values = parse_vary(text)
         if name in varied:
-            raise InputError(f"{name} is varied twice", where="--vary", hint="name all its values at once")
+            raise InputError(
+                f"{flag(name)} is varied twice", where="--vary", hint="name all its values at once"
+            )
         varied[name] = values
     result = compare_with(
         trace,
@@ -134,13 +137,13 @@ def _bars(result: CompareResult) -> list[Bar]:
     from kvplan.plots import Bar
 
     bars = []
-    for run in result.runs:
+    for label, run in zip(result.labels, result.runs, strict=True):
         if run.result is None:
             continue
         kv = run.result.kv
         bars.append(
             Bar(
-                run.label_among(result.varied),
+                label,
                 (
                     kv.token_share or 0.0,
                     kv.reserved_share or 0.0,

@@ -8,7 +8,7 @@ import shlex
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, fields
 from itertools import product
 from math import prod
@@ -24,7 +24,7 @@ Changes = Mapping[str, object]
 _MOST_RUNS = 1000
 #: Times that differ by less are as good as equal.
 _ALIKE = 0.01
-#: A batch with so many of its places taken on average is full, as is memory with so many tokens in it.
+#: Memory of which so much is taken is full.
 _FULL = 0.9
 
 
@@ -70,12 +70,6 @@ class ComparedRun:
     differs_by: str = ""
     best: tuple[str, ...] = ()
 
-    def label_among(self, varied: Sequence[str]) -> str:
-        """The changes: values alone if every run sets just these options, else with the names of their flags."""
-        if tuple(self.changes) == tuple(varied):
-            return " ".join(map(shown, self.changes.values()))
-        return " ".join(f"{flag(name)[2:]}={shown(value)}" for name, value in self.changes.items())
-
     def to_dict(self) -> dict[str, object]:
         """An entry of ``runs``: the document of `simulate`, or the reason why there is none."""
         entry: dict[str, object] = {"changes": dict(self.changes), "differs_by": self.differs_by}
@@ -92,6 +86,15 @@ class CompareResult:
     varied: tuple[str, ...]
     runs: tuple[ComparedRun, ...]
     is_partial: bool = False
+
+    @property
+    def labels(self) -> list[str]:
+        """What each run is called: its values if all set the same options, else these with the names of flags."""
+        alike = all(tuple(run.changes) == self.varied for run in self.runs)
+        return [
+            " ".join(shown(v) if alike else f"{flag(name)[2:]}={shown(v)}" for name, v in run.changes.items())
+            for run in self.runs
+        ]
 
     @property
     def is_done(self) -> bool:
@@ -295,7 +298,9 @@ def _results(planned: Sequence[_Planned], jobs: int) -> Iterator[tuple[_Planned,
 
 
 def _run(planned: _Planned) -> SimulateResult:
-    return Simulation(planned.source, planned.options, planned.origins).run()
+    simulation = Simulation(planned.source, planned.options, planned.origins)
+    with closing(simulation.trace):  # an interrupt leaves it open
+        return simulation.run()
 
 
 @contextmanager
@@ -405,7 +410,7 @@ def _what_is_short(result: SimulateResult) -> str:
     """What keeps others out: places in the batch, memory that holds no token, or memory that is full of tokens."""
     kv, seats = result.kv, result.config["max_num_seqs"].value
     assert isinstance(seats, int), "a number of sequences"
-    if (result.batch.running_mean or 0) >= _FULL * seats:
+    if (result.batch.running_max or 0) >= seats and (kv.utilization.p95 or 0) < _FULL:
         return "seats"
     parts = {
         "reserved": kv.reserved_share or 0,
