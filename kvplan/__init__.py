@@ -1,8 +1,8 @@
 """kvplan: memory planner and simulator for LLM serving.
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
-pool, `check` holds figures against a file of expectations, `audit` against an engine's start-up log. Nothing
-is loaded before it is used.
+pool, `compare` through several engines or settings, `check` holds figures against a file of expectations, `audit`
+against an engine's start-up log. Nothing is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "__version__",
     "audit",
     "check",
+    "compare",
     "list_gpus",
     "list_models",
     "load_gpu",
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from kvplan.errors import InputError, KvplanError
     from kvplan.jobs.audit import audit
     from kvplan.jobs.check import check
+    from kvplan.jobs.compare import compare
     from kvplan.jobs.simulate import simulate
     from kvplan.jobs.size import size
     from kvplan.trace import read_trace
@@ -40,6 +42,7 @@ _HOMES = {
     "KvplanError": "kvplan.errors",
     "audit": "kvplan.jobs.audit",
     "check": "kvplan.jobs.check",
+    "compare": "kvplan.jobs.compare",
     "list_gpus": "kvplan.config",
     "list_models": "kvplan.config",
     "load_gpu": "kvplan.config",

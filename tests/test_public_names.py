@@ -24,6 +24,7 @@ NAMES = [
     "__version__",
     "audit",
     "check",
+    "compare",
     "list_gpus",
     "list_models",
     "load_gpu",

@@ -24,6 +24,8 @@ Changes = Mapping[str, object]
 _MOST_RUNS = 1000
 #: Times that differ by less are as good as equal.
 _ALIKE = 0.01
+#: Figures that differ by less lead their column together.
+_TIED = 0.001
 #: Memory of which so much is taken is full.
 _FULL = 0.9
 
@@ -330,28 +332,27 @@ def _leave_signals_to_the_parent() -> None:
 def _judged(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
     """The runs, each with the columns that it leads and with why it differs from the fastest."""
     results = [run.result for run in runs if run.result is not None]
-    leads = {column.path: _best(column, results) for column in COLUMNS}
+    leaders = {column.path: list(map(id, _leaders(column, results))) for column in COLUMNS}
     fastest = _fastest(results)
     judged = []
     for run in runs:
         if run.result is None or fastest is None:
             judged.append(ComparedRun(run.changes, None, run.error, "does not start"))
             continue
-        best = tuple(
-            column.path
-            for column in COLUMNS
-            if leads[column.path] is not None and column.of(run.result) == leads[column.path]
-        )
+        best = tuple(path for path, leading in leaders.items() if id(run.result) in leading)
         judged.append(ComparedRun(run.changes, run.result, None, why(run.result, fastest), best))
     return tuple(judged)
 
 
-def _best(column: Column, results: Sequence[SimulateResult]) -> float | None:
-    """The best value of a column; None where all are equal or unknown."""
-    values = {value for value in map(column.of, results) if value is not None}
-    if len(values) < 2:
-        return None
-    return max(values) if column.more_is_better else min(values)
+def _leaders(column: Column, results: Sequence[SimulateResult]) -> list[SimulateResult]:
+    """The runs with the best value of a column, or one as good; nobody where all are."""
+    known = [(value, result) for result in results if (value := column.of(result)) is not None]
+    if not known:
+        return []
+    values = [value for value, _ in known]
+    best = max(values) if column.more_is_better else min(values)
+    leaders = [result for value, result in known if abs(value - best) <= _TIED * abs(best)]
+    return leaders if len(leaders) < len(known) else []
 
 
 def _fastest(results: Sequence[SimulateResult]) -> SimulateResult | None:
@@ -407,7 +408,7 @@ def _lost_s(result: SimulateResult) -> float:
 
 
 def _what_is_short(result: SimulateResult) -> str:
-    """What keeps others out: places in the batch, memory that holds no token, or memory that is full of tokens."""
+    """What keeps others out: places in the batch, memory without tokens, memory full of them, or tokens of a step."""
     kv, seats = result.kv, result.config["max_num_seqs"].value
     assert isinstance(seats, int), "a number of sequences"
     if (result.batch.running_max or 0) >= seats and (kv.utilization.p95 or 0) < _FULL:
@@ -418,7 +419,10 @@ def _what_is_short(result: SimulateResult) -> str:
         "holes": kv.external_fragmentation or 0,
     }
     name = max(parts, key=lambda part: parts[part])
-    return f"{100 * parts[name]:.0f} % {name}" if parts[name] >= 1 - _FULL else "full"
+    is_full = (kv.utilization.max or 0) >= _FULL
+    if parts[name] >= 1 - _FULL and (is_full or name != "reserved"):
+        return f"{100 * parts[name]:.0f} % {name}"
+    return "full" if is_full else "prompts"
 
 
 def _why_without_a_clock(result: SimulateResult, fastest: SimulateResult) -> str:
