@@ -310,7 +310,8 @@ class Metrics:
 
     Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
-    a finish is held back until the next one, since only then it is known to lie in W.
+    a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
+    one block unless it is given.
     """
 
     def __init__(
@@ -319,14 +320,14 @@ class Metrics:
         num_gpu_blocks: int,
         block_size: int,
         prefix_caching: bool,
+        usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
-        null_blocks: int = 1,
         warmup: int = 0,
         slo: Slo | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
-        self.usable_blocks = num_gpu_blocks - null_blocks
+        self.usable_blocks = num_gpu_blocks - 1 if usable_blocks is None else usable_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
