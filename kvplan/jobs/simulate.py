@@ -29,6 +29,7 @@ from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError
 from kvplan.options import (
     Engine,
@@ -555,7 +556,7 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
         resolver.note("max_model_len", length, f"--max-model-len auto: {what}")
     rules = engine_sizing(engine.name, engine.version).rules
     batch, seqs = choose_batch_limits(
-        resolver, rules, rules.batch_limits(None, ""), length, "default without a machine"
+        resolver, rules, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
     )
     return _Pool(count, block_size, batch, seqs, length)
 
