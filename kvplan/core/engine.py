@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
-from typing import Generic, Literal, NamedTuple, TypeVar
+from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
@@ -29,7 +29,7 @@ _LONGEST_NAME = 60
 class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
-    ``num_gpu_blocks`` counts the ``null_blocks``, which never hold tokens. Lengths and budgets are in tokens.
+    ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
     Defaults are vLLM 0.33's.
     """
 
@@ -46,12 +46,11 @@ class SchedulerConfig:
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
-    null_blocks: int = 1
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that can hold tokens: all but the null block."""
-        return self.num_gpu_blocks - self.null_blocks
+        return self.num_gpu_blocks - 1
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -128,8 +127,24 @@ class Sequence:
         self.num_preemptions = 0
 
 
+class Limits(Protocol):
+    """What of an engine's settings can stop a request for good."""
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that can hold tokens."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block."""
+
+    @property
+    def max_num_batched_tokens(self) -> int:
+        """Tokens of a step at most."""
+
+
 def why_stuck(
-    config: SchedulerConfig,
+    config: Limits,
     running: Iterable[Sequence],
     waiting: Iterable[Sequence],
     outgrown: Collection[Sequence],

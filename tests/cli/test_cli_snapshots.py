@@ -31,6 +31,13 @@ COMMANDS = {
     "simulate-stuck": "simulate 23_never_fits.scenario.json",
     "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
     "simulate-estimated-times": "simulate chat --limit 20",
+    "simulate-orca": "simulate bursts --limit 60 --engine orca-pow2 --num-gpu-blocks-override 2000",
+    "compare-engines": "compare bursts --engines vllm,static,orca-max,orca-pow2,orca-oracle "
+    "--num-gpu-blocks-override 4000 --max-model-len 12000 --limit 120 --jobs 1",
+    "compare-block-sizes": "compare chat --vary block-size=4,8,16,32,64 --num-gpu-blocks-override 1000 --limit 200 "
+    "--jobs 1",
+    "compare-cases": "compare chat --engines vllm,orca-max --case 'max-num-seqs=8 block-size=32' "
+    "--num-gpu-blocks-override 2000 --max-model-len 8192 --limit 50 --jobs 1",
     "simulate-map": "simulate 05_preempt_single.scenario.json --map --map-request b --at-step 8",
     "simulate-map-orca": "simulate chat --limit 30 --engine orca-oracle --num-gpu-blocks-override 512 "
     "--map --at-step 1200",
@@ -41,7 +48,7 @@ COMMANDS = {
     "model": "models llama-2-13b",
 }
 CODES = {"size-does-not-fit": 1, "simulate-stuck": 1, "check": 1}
-HELP = ("", "size", "simulate", "check", "audit", "explain", "models", "gpus")
+HELP = ("", "size", "simulate", "compare", "check", "audit", "explain", "models", "gpus")
 
 #: Typer lays out the help texts; another version may do it otherwise.
 TYPER_OF_HELP = "0.29"
