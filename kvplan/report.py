@@ -651,9 +651,14 @@ def _simulate_headline(result: SimulateResult) -> str:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
     return (
-        f"{what}, vLLM {result.simulation['scheduler_version']} scheduler, "
+        f"{what}, {_scheduler(result)} scheduler, "
         f"{'asynchronous' if result.simulation['async_scheduling'] else 'synchronous'}"
     )
+
+
+def _scheduler(result: SimulateResult) -> str:
+    engine, version = result.simulation["engine"], result.simulation["scheduler_version"]
+    return f"vLLM {version}" if engine == "vllm" else f"{engine} ({version})"
 
 
 def _mark(settings: Settings, name: str) -> str:
@@ -721,11 +726,19 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
             if cache.enabled
             else "off",
         ),
+    ]
+    if cache.copied_blocks:
+        rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
+    rows.append(
         (
             "preemptions",
             f"{pre.events:,} of {pre.requests:,} requests; {pre.recomputed_tokens:,} tokens computed again",
-        ),
-    ]
+        )
+    )
+    if pre.swapped_out_blocks:
+        rows.append(
+            ("swapped", f"{pre.swapped_out_blocks:,} blocks to the CPU, {pre.swapped_in_blocks:,} back")
+        )
     if result.goodput is not None:
         slo = result.goodput.slo
         goals = [

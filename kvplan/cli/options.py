@@ -246,7 +246,7 @@ def from_params(kind: type[_Options], params: Mapping[str, object]) -> _Options:
 def _read(name: str, text: str, kind: type[ServingOptions]) -> object:
     kinds = kind.kinds(name)
     where = flag(name)
-    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes") and text != "auto":
+    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes", "swap_space") and text != "auto":
         return parse_count(text, where=where)
     if float in kinds:
         try:

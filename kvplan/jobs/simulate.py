@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engines.paged import Paged, PagedConfig, PagedPolicy, PreemptionMode, Victim
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
 from kvplan.core.preemptions import PreemptionCauses
-from kvplan.core.request import PICOSECONDS, seconds
+from kvplan.core.request import PICOSECONDS, Request, Segment, seconds
+from kvplan.core.simulate import Engine as TurningEngine
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError
@@ -32,6 +35,7 @@ from kvplan.options import (
     flag,
     parse_engine,
     settings_dict,
+    size_in_bytes,
 )
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import TraceStream, open_trace
@@ -43,6 +47,14 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_STEP_TIME = 0.02
 #: Version of vLLM whose scheduler rules the engine follows.
 SCHEDULER_VERSION = "0.33.0"
+
+#: What the CPU pool of engine paged may take on each GPU: the default of vLLM 0.1 (``--swap-space 4``).
+DEFAULT_SWAP_SPACE = 4 * 2**30
+#: Tokens after which a sequence lets others go on, in round-robin.
+DEFAULT_QUANTUM = 64
+
+#: Settings of an engine that can be simulated.
+EngineConfig = SchedulerConfig | PagedConfig
 
 Observer = Callable[[StepRecord], None]
 EnginePath = Literal["fast", "plain"]
@@ -140,7 +152,7 @@ class SimulateResult:
 
 
 def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
-    """Replay a trace file, a shipped workload or ``-`` through the vLLM scheduler and block pool.
+    """Replay a trace file, a shipped workload or ``-`` through an engine's scheduler and its KV pool.
 
     ``options`` are the fields of `SimulateOptions`. Raises `InputError` for wrong input and `DoesNotFit`
     if the engine would not start.
@@ -178,6 +190,7 @@ class Simulation:
             limit=options.limit,
             rate_scale=_exact(options.rate_scale) if options.rate_scale else Fraction(1),
             skip_bad_lines=options.skip_bad_lines,
+            samples=options.n,
         )
         try:
             self._plan = _plan(self.trace, options, origins)
@@ -216,9 +229,10 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers else "fast")
-        engine = VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
+        engine = _make_engine(plan.config, path)
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
+            usable_blocks=plan.config.usable_blocks,
             block_size=plan.config.block_size,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
@@ -230,7 +244,7 @@ class Simulation:
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace,
+                trace if isinstance(engine, Paged) else _one_request_a_sample(trace),
                 engine,
                 plan.price,
                 metrics,
@@ -261,10 +275,10 @@ def _result(
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION,
+            "scheduler_version": _SCHEDULERS[plan.engine.name].version,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden",
+            "verified": _SCHEDULERS[plan.engine.name].verified,
             "status": status,
             "reason": reason,
         },
@@ -287,15 +301,23 @@ def _result(
     )
 
 
-def _request_warnings(
-    counts: figures.RequestCounts, trace: TraceStream, config: SchedulerConfig
-) -> list[str]:
+def _request_warnings(counts: figures.RequestCounts, trace: TraceStream, config: EngineConfig) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
-    if counts.rejected:
+    reasons = dict(counts.reject_reasons)
+    for reason, why in (
+        ("needs_more_blocks_than_the_pool", f"alone they need more than the {config.usable_blocks:,} blocks"),
+        (
+            "more_samples_than_max_num_seqs",
+            f"they have more samples than --max-num-seqs {config.max_num_seqs:,}",
+        ),
+    ):
+        if reason in reasons:
+            warnings.append(f"{reasons.pop(reason):,} requests were turned away: {why}")
+    if reasons:
         warnings.append(
-            f"{counts.rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
+            f"{sum(reasons.values()):,} requests were turned away: their prompt is empty or reaches max_model_len "
             f"{config.max_model_len:,}"
         )
     if counts.truncated:
@@ -312,7 +334,7 @@ def _request_warnings(
 class _Plan:
     """A run, resolved: the engine's settings, the price of a step, and where all came from."""
 
-    config: SchedulerConfig
+    config: EngineConfig
     price: Callable[[StepWork], int]
     decode_price: Callable[[int, int], tuple[int, int, int]]
     seconds_per_tick: Fraction | None
@@ -324,6 +346,7 @@ class _Plan:
 
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
+    _refuse_other_engines_options(options)
     sources = dict(origins or {})
     scenario = trace.scenario
     names_machine = bool(options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes)
@@ -331,22 +354,109 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name != "vllm":
+    if engine.name not in _SCHEDULERS:
         raise InputError(
-            f"not yet supported: simulation of engine {engine.name}", where="--engine", hint="use vllm"
+            f"not yet supported: simulation of engine {engine.name}",
+            where="--engine",
+            hint=f"use {' or '.join(_SCHEDULERS)}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
     if names_machine or options.num_gpu_blocks_override is None:
         machine = _machine(resolver, warnings)
-        config = _scheduler_config(resolver, machine.pool, scenario)
+        pool = machine.pool
     else:
         _refuse_machine_options(options)
-        config = _scheduler_config(resolver, _free_pool(resolver), scenario)
+        pool = _free_pool(resolver, engine)
+    config = _engine_config(engine, resolver, pool, scenario)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
+
+
+# Engines
+
+
+class _Scheduler(NamedTuple):
+    """An engine that can be simulated: whose rules, how they are known, and the options that it does not have."""
+
+    version: str
+    verified: Literal["golden", "read", "approximated"]
+    missing_options: tuple[str, ...]
+
+
+_SCHEDULERS = {
+    "vllm": _Scheduler(
+        SCHEDULER_VERSION, "golden", ("swap_space", "num_cpu_blocks_override", "quantum", "victim")
+    ),
+    "paged": _Scheduler(
+        "Kwon et al. 2023", "read", ("enable_chunked_prefill", "long_prefill_token_threshold")
+    ),
+}
+
+
+def _engine_config(
+    engine: Engine, resolver: Resolver[SimulateOptions], pool: _Pool, scenario: SchedulerConfig | None
+) -> EngineConfig:
+    """The settings of the engine that was chosen."""
+    if engine.name == "paged":
+        return _paged_config(resolver, pool)
+    return _scheduler_config(resolver, pool, scenario)
+
+
+class _RunningEngine(TurningEngine, Protocol):
+    """An engine that can tell what it was at when it was interrupted."""
+
+    def live(self) -> Iterator[tuple[str, int]]:
+        """Id and tokens so far, prompt included, of every live request."""
+
+
+def _make_engine(config: EngineConfig, path: EnginePath) -> _RunningEngine:
+    """The engine of these settings; the plain path visits everything in each step."""
+    if isinstance(config, PagedConfig):
+        return Paged(config, watched=path == "plain")
+    return VllmPlain(config) if path == "plain" else Vllm(config)
+
+
+def _refuse_other_engines_options(options: SimulateOptions) -> None:
+    """Refuse what the engine does not have. Raises `InputError`."""
+    engine = parse_engine(options.engine)
+    missing = _SCHEDULERS[engine.name].missing_options if engine.name in _SCHEDULERS else ()
+    for name in missing:
+        if getattr(options, name) is not None:
+            others = [other for other in _SCHEDULERS if name not in _SCHEDULERS[other].missing_options]
+            raise InputError(
+                f"{flag(name)} is no setting of engine {engine.name}",
+                where=flag(name),
+                hint=f"leave it out, or use engine {' or '.join(others)}",
+            )
+
+
+_SAMPLE_ID = re.compile(r"#[0-9]+\Z")
+
+
+def _one_request_a_sample(requests: Iterable[Request]) -> Iterator[Request]:
+    """For engines that know no parallel samples: each is a request, ``ID#0`` and so on, with the prompt in common.
+
+    Raises `InputError` if such names could be taken.
+    """
+    looks_alike = has_samples = False
+    for request in requests:
+        looks_alike |= _SAMPLE_ID.search(request.id) is not None
+        has_samples |= request.samples > 1
+        if looks_alike and has_samples:
+            raise InputError(
+                "the trace has parallel samples, and an id that ends in # and a number",
+                where=f'id "{request.id[:60]}"',
+                hint="give the requests other ids, or use engine paged",
+            )
+        if request.samples == 1:
+            yield request
+            continue
+        content = request.content or (Segment(f"p:{request.id}", 0, request.input_tokens),)
+        for number in range(request.samples):
+            yield request._replace(id=f"{request.id}#{number}", content=content, samples=1)
 
 
 def _fill_from_scenario(
@@ -392,6 +502,7 @@ _MACHINE_OPTIONS = (
     "gpu_memory_utilization",
     "enforce_eager",
     "calibration",
+    "swap_space",
     "set",
     "models",
 )
@@ -416,6 +527,7 @@ class _Pool:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    bytes_per_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -461,6 +573,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         deployment.max_num_batched_tokens,
         deployment.max_num_seqs,
         length,
+        served.plan.pool.bytes_per_block(served.plan.stages[0]),
     )
     return _Machine(served, pool)
 
@@ -488,13 +601,14 @@ def _check_simulated(served: Served) -> None:
             )
 
 
-def _free_pool(resolver: Resolver[SimulateOptions]) -> _Pool:
+def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     """A number of blocks without model or GPU."""
     options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
-    whole_pool = max(1, (count - 1) * block_size)
+    null_blocks = 1 if engine.name == "vllm" else 0
+    whole_pool = max(1, (count - null_blocks) * block_size)
     length: int | str = resolver.choose("max_model_len", whole_pool, "the whole pool")
     if not isinstance(length, int):
         length = whole_pool
@@ -548,6 +662,68 @@ def _scheduler_config(
     for name in without_flag:
         resolver.note(name, getattr(config, name), "trace" if scenario else default)
     return config
+
+
+def _paged_config(resolver: Resolver[SimulateOptions], pool: _Pool) -> PagedConfig:
+    """The settings of the paper's engine."""
+    options, default = resolver.options, "default of engine paged"
+    mode = resolver.choose("preemption_mode", "swap", default)
+    policy = resolver.choose("scheduling_policy", "fcfs", default)
+    if policy != "round-robin" and options.quantum is not None:
+        raise InputError(
+            f"--quantum has no effect with --scheduling-policy {policy}",
+            where="--quantum",
+            hint="leave it out, or choose --scheduling-policy round-robin",
+        )
+    return PagedConfig(
+        num_gpu_blocks=pool.num_gpu_blocks,
+        block_size=pool.block_size,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_seqs=pool.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=resolver.choose("enable_prefix_caching", True, default),
+        policy=cast("PagedPolicy", policy),
+        preemption_mode=cast("PreemptionMode", mode),
+        num_cpu_blocks=_cpu_blocks(resolver, pool, mode, default),
+        victim=cast("Victim", resolver.choose("victim", "most-generated", default)),
+        quantum=resolver.choose("quantum", DEFAULT_QUANTUM, default)
+        if policy == "round-robin"
+        else DEFAULT_QUANTUM,
+    )
+
+
+def _cpu_blocks(resolver: Resolver[SimulateOptions], pool: _Pool, mode: str, default: str) -> int:
+    """Blocks of the CPU pool: as given, or what the swap space holds; without a machine as many as on the GPU."""
+    options = resolver.options
+    if mode == "recompute":
+        for name in ("swap_space", "num_cpu_blocks_override"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} has no effect with --preemption-mode recompute",
+                    where=flag(name),
+                    hint="leave it out, or choose --preemption-mode swap",
+                )
+        return 0
+    count = options.num_cpu_blocks_override
+    if count is not None:
+        if options.swap_space is not None:
+            raise InputError(
+                "--swap-space and --num-cpu-blocks-override both say how large the CPU pool is",
+                where="--swap-space",
+                hint="give one of them",
+            )
+        resolver.note("num_cpu_blocks", count, "--num-cpu-blocks-override", given=True)
+        return count
+    if pool.bytes_per_block is None:
+        resolver.note(
+            "num_cpu_blocks", pool.num_gpu_blocks, "default without a machine: as many as on the GPU"
+        )
+        return pool.num_gpu_blocks
+    space = size_in_bytes(resolver.choose("swap_space", DEFAULT_SWAP_SPACE, default), "swap_space")
+    assert space is not None, "there is a default"
+    count = space // pool.bytes_per_block
+    resolver.note("num_cpu_blocks", count, "swap_space over the bytes of a block")
+    return count
 
 
 # Time
@@ -605,6 +781,8 @@ def _roofline(machine: _Machine) -> Roofline:
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
+        block_bytes=machine.pool.bytes_per_block or 0,
+        host_bytes_per_s=gpu.host_bytes_per_s if gpu else 1,
     )
 
 
