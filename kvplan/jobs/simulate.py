@@ -10,13 +10,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, NamedTuple, Protocol, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
-from kvplan.core.engines.paged import Paged, PagedConfig, PagedPolicy, PreemptionMode, Victim
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
@@ -40,6 +39,9 @@ from kvplan.options import (
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import TraceStream, open_trace
 
+if TYPE_CHECKING:
+    from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
+
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
@@ -54,7 +56,7 @@ DEFAULT_SWAP_SPACE = 4 * 2**30
 DEFAULT_QUANTUM = 64
 
 #: Settings of an engine that can be simulated.
-EngineConfig = SchedulerConfig | PagedConfig
+EngineConfig: TypeAlias = "SchedulerConfig | PagedConfig"
 
 Observer = Callable[[StepRecord], None]
 EnginePath = Literal["fast", "plain"]
@@ -229,7 +231,8 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers else "fast")
-        engine = _make_engine(plan.config, path)
+        engine = _make_engine(plan.engine, plan.config, path)
+        has_samples = _SCHEDULERS[plan.engine.name].has_samples
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             usable_blocks=plan.config.usable_blocks,
@@ -244,7 +247,7 @@ class Simulation:
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace if isinstance(engine, Paged) else _one_request_a_sample(trace),
+                trace if has_samples else _one_request_a_sample(trace),
                 engine,
                 plan.price,
                 metrics,
@@ -379,11 +382,15 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
 
 
 class _Scheduler(NamedTuple):
-    """An engine that can be simulated: whose rules, how they are known, and the options that it does not have."""
+    """An engine that can be simulated: whose rules, how they are known, and the options that it does not have.
+
+    ``has_samples``: it takes requests with several samples as they are.
+    """
 
     version: str
     verified: Literal["golden", "read", "approximated"]
     missing_options: tuple[str, ...]
+    has_samples: bool = False
 
 
 _SCHEDULERS = {
@@ -391,7 +398,10 @@ _SCHEDULERS = {
         SCHEDULER_VERSION, "golden", ("swap_space", "num_cpu_blocks_override", "quantum", "victim")
     ),
     "paged": _Scheduler(
-        "Kwon et al. 2023", "read", ("enable_chunked_prefill", "long_prefill_token_threshold")
+        "Kwon et al. 2023",
+        "read",
+        ("enable_chunked_prefill", "long_prefill_token_threshold"),
+        has_samples=True,
     ),
 }
 
@@ -412,10 +422,14 @@ class _RunningEngine(TurningEngine, Protocol):
         """Id and tokens so far, prompt included, of every live request."""
 
 
-def _make_engine(config: EngineConfig, path: EnginePath) -> _RunningEngine:
+def _make_engine(engine: Engine, config: EngineConfig, path: EnginePath) -> _RunningEngine:
     """The engine of these settings; the plain path visits everything in each step."""
-    if isinstance(config, PagedConfig):
+    if engine.name == "paged":
+        from kvplan.core.engines.paged import Paged, PagedConfig
+
+        assert isinstance(config, PagedConfig), "_engine_config made it"
         return Paged(config, watched=path == "plain")
+    assert isinstance(config, SchedulerConfig), "_engine_config made it"
     return VllmPlain(config) if path == "plain" else Vllm(config)
 
 
@@ -666,6 +680,8 @@ def _scheduler_config(
 
 def _paged_config(resolver: Resolver[SimulateOptions], pool: _Pool) -> PagedConfig:
     """The settings of the paper's engine."""
+    from kvplan.core.engines.paged import PagedConfig
+
     options, default = resolver.options, "default of engine paged"
     mode = resolver.choose("preemption_mode", "swap", default)
     policy = resolver.choose("scheduling_policy", "fcfs", default)

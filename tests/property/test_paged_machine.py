@@ -161,12 +161,12 @@ class PagedMachine(RuleBasedStateMachine):
     def swap_in(self, data: st.DataObject) -> None:
         group = self.group(data, self.swapped)
         distinct = {block for owner in group for block in owner.table.blocks}
-        try:
-            moved = self.memory.swap_in([owner.table for owner in group])
-        except OutOfBlocks as error:
-            assert (error.needed, error.free) == (len(distinct), self.memory.free)
+        tables = [owner.table for owner in group]
+        if len(distinct) > self.memory.free:
+            with pytest.raises(OutOfBlocks):
+                self.memory.swap_in(tables)
             return
-        assert moved == len(distinct)
+        assert self.memory.swap_in(tables) == len(distinct)
         self.swapped.remove(group)
         self.groups.append(group)
         for owner in group:

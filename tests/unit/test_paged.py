@@ -360,7 +360,7 @@ def waits(play: Play) -> dict[str, int]:
 @pytest.mark.parametrize("places", [1, 2, 3, 5])
 @pytest.mark.parametrize("quantum", [1, 4, 7])
 def test_waiting_is_bounded_by_the_rounds_of_those_ahead(places: int, quantum: int) -> None:
-    """With blocks for all, and prompts of one step: of L sequences none waits longer than ceil(L / places) x quantum."""
+    """With blocks for all, and prompts of one step: of L none waits longer than ceil(L / places) x quantum steps."""
     count = 11
     requests = [request(str(i), 4, 20 + i) for i in range(count)]
     play = Play(*requests, policy="round-robin", quantum=quantum, max_num_seqs=places)
