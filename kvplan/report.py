@@ -979,8 +979,8 @@ def _simulate_headline(result: SimulateResult) -> str:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
     simulation = result.simulation
-    if simulation["scheduler_version"] is None:
-        return f"{what}, engine {simulation['engine']} ({simulation['verified']})"
+    if simulation["engine"] != "vllm":
+        return f"{what}, engine {simulation['engine']} ({simulation['scheduler_version']}, {simulation['verified']})"
     return (
         f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
         f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
@@ -1070,11 +1070,19 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
             if cache.enabled
             else "off",
         ),
+    ]
+    if cache.copied_blocks:
+        rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
+    rows.append(
         (
             "preemptions",
             f"{pre.events:,} of {pre.requests:,} requests; {pre.recomputed_tokens:,} tokens computed again",
-        ),
-    ]
+        )
+    )
+    if pre.swapped_out_blocks:
+        rows.append(
+            ("swapped", f"{pre.swapped_out_blocks:,} blocks to the CPU, {pre.swapped_in_blocks:,} back")
+        )
     if result.goodput is not None:
         slo = result.goodput.slo
         goals = [

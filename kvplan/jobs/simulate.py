@@ -8,22 +8,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import Literal, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import Flops, Roofline, constant, constant_decode
-from kvplan.core.engine import Policy, SchedulerConfig, StepWork
+from kvplan.core.engine import SchedulerConfig, StepWork
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.engines.contiguous import (
-    RESERVATIONS,
-    Contiguous,
-    ContiguousConfig,
-    Reservation,
-    largest_place,
-)
-from kvplan.core.engines.vllm import Vllm
-from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
 from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
@@ -38,10 +28,20 @@ from kvplan.options import (
     SimulateOptions,
     check_options,
     flag,
-    parse_engine,
     settings_dict,
 )
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
+from kvplan.simulated_engines import (
+    SIMULATED,
+    EngineConfig,
+    EnginePath,
+    Pool,
+    check_engine_options,
+    engine_config,
+    longest_sequence,
+    make_engine,
+    one_request_a_sample,
+)
 from kvplan.trace import TraceStream, open_trace
 
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -49,14 +49,7 @@ DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
 #: Seconds of a step where neither model nor GPU is named.
 DEFAULT_STEP_TIME = 0.02
-#: Version of vLLM whose scheduler rules the engine follows.
-SCHEDULER_VERSION = "0.33.0"
-
-#: Settings of an engine that can be simulated.
-EngineConfig = SchedulerConfig | ContiguousConfig
-
 Observer = Callable[[StepRecord], None]
-EnginePath = Literal["fast", "plain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +147,7 @@ class SimulateResult:
 
 
 def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
-    """Replay a trace file, a shipped workload or ``-`` through the vLLM scheduler and block pool.
+    """Replay a trace file, a shipped workload or ``-`` through an engine's scheduler and its KV pool.
 
     ``options`` are the fields of `SimulateOptions`. Raises `InputError` for wrong input and `DoesNotFit`
     if the engine would not start.
@@ -195,6 +188,7 @@ class Simulation:
             limit=options.limit,
             rate_scale=_exact(options.rate_scale) if options.rate_scale else Fraction(1),
             skip_bad_lines=options.skip_bad_lines,
+            samples=options.n,
         )
         try:
             self._plan = _plan(self.trace, options, origins)
@@ -240,7 +234,8 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers or self.options.map else "fast")
-        engine = _make_engine(plan.config, path)
+        engine = make_engine(plan.config, path)
+        rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
         if self.options.map:
             assert isinstance(engine, Pictured), "watched engines can be drawn"
@@ -260,7 +255,7 @@ class Simulation:
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace,
+                trace if rules.has_samples else one_request_a_sample(trace),
                 engine,
                 plan.price,
                 metrics,
@@ -311,16 +306,16 @@ def _result(
     status: str,
     reason: str | None,
 ) -> SimulateResult:
-    counts = metrics.request_counts()
+    counts, rules = metrics.request_counts(), SIMULATED[plan.engine.name]
     return SimulateResult(
         config=plan.settings,
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION if plan.engine.name == "vllm" else None,
+            "scheduler_version": rules.version,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden" if plan.engine.name == "vllm" else "approximated",
+            "verified": rules.verified,
             "status": status,
             "reason": reason,
         },
@@ -343,21 +338,34 @@ def _result(
     )
 
 
-#: Why an engine turns away what would block its queue for ever.
-_TOO_LARGE = ("reservation_exceeds_pool", "prompt_exceeds_max_num_batched_tokens")
-
-
 def _request_warnings(counts: figures.RequestCounts, trace: TraceStream, config: EngineConfig) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
-    too_large = sum(counts.reject_reasons.get(reason, 0) for reason in _TOO_LARGE)
-    if too_large:
-        warnings.append(f"{too_large:,} requests were turned away: no pool or batch of this size holds them")
-    if counts.rejected > too_large:
+    rejected = counts.rejected
+    for reason, why in (
+        ("needs_more_blocks_than_the_pool", f"alone they need more than the {config.usable_blocks:,} blocks"),
+        (
+            "more_samples_than_max_num_seqs",
+            f"they have more samples than max_num_seqs {config.max_num_seqs:,}",
+        ),
+        (
+            "reservation_exceeds_pool",
+            f"no piece of the {config.usable_blocks:,} slots holds what they reserve",
+        ),
+        (
+            "prompt_exceeds_max_num_batched_tokens",
+            f"their prompt exceeds max_num_batched_tokens {config.max_num_batched_tokens:,}",
+        ),
+    ):
+        number = counts.reject_reasons.get(reason, 0)
+        rejected -= number
+        if number:
+            warnings.append(f"{number:,} requests were turned away: {why}")
+    if rejected:
         warnings.append(
-            f"{counts.rejected - too_large:,} requests were turned away: their prompt is empty or reaches "
-            f"max_model_len {config.max_model_len:,}"
+            f"{rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
+            f"{config.max_model_len:,}"
         )
     if counts.truncated:
         warnings.append(
@@ -383,19 +391,9 @@ class _Plan:
     engine: Engine
 
 
-def _make_engine(config: EngineConfig, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
-    """The engine of these settings; the plain path visits everything in each step."""
-    if isinstance(config, ContiguousConfig):
-        return Contiguous(config, watched=path == "plain")
-    return VllmPlain(config) if path == "plain" else Vllm(config)
-
-
-#: Engines that can be simulated.
-_SIMULATED = ("vllm", *RESERVATIONS)
-
-
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
+    check_engine_options(options)
     sources = dict(origins or {})
     scenario = trace.scenario
     names_machine = bool(options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes)
@@ -403,12 +401,6 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name not in _SIMULATED:
-        raise InputError(
-            f"not yet supported: simulation of engine {engine.name}",
-            where="--engine",
-            hint=f"use {', '.join(_SIMULATED[:-1])} or {_SIMULATED[-1]}",
-        )
     warnings: list[str] = []
     machine: _Machine | None = None
     if names_machine or options.num_gpu_blocks_override is None:
@@ -417,25 +409,11 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     else:
         _refuse_machine_options(options)
         pool = _free_pool(resolver, engine)
-    config = _engine_config(engine, resolver, pool, scenario, warnings)
+    config = engine_config(engine, resolver, pool, scenario, warnings)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
-
-
-def _engine_config(
-    engine: Engine,
-    resolver: Resolver[SimulateOptions],
-    pool: _Pool,
-    scenario: SchedulerConfig | None,
-    warnings: list[str],
-) -> EngineConfig:
-    """The settings of the engine that was chosen."""
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            return _contiguous_config(reservation, resolver, pool, warnings)
-    return _scheduler_config(resolver, pool, scenario)
 
 
 def _fill_from_scenario(
@@ -481,6 +459,7 @@ _MACHINE_OPTIONS = (
     "gpu_memory_utilization",
     "enforce_eager",
     "calibration",
+    "swap_space",
     "set",
     "models",
 )
@@ -497,22 +476,11 @@ def _refuse_machine_options(options: SimulateOptions) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Pool:
-    """Blocks, and the limits of the engine over them."""
-
-    num_gpu_blocks: int
-    block_size: int
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_model_len: int
-
-
-@dataclass(frozen=True, slots=True)
 class _Machine:
     """A model on a GPU."""
 
     served: Served
-    pool: _Pool
+    pool: Pool
 
 
 def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machine:
@@ -544,12 +512,13 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
             where=f"{spec.name} on {gpu.name if gpu else 'this memory'}",
             hint="use a larger GPU or more of them (--tensor-parallel-size)",
         )
-    pool = _Pool(
+    pool = Pool(
         capacity.num_gpu_blocks,
         served.plan.pool.block_size,
         deployment.max_num_batched_tokens,
         deployment.max_num_seqs,
         length,
+        served.plan.pool.bytes_per_block(served.plan.stages[0]),
     )
     return _Machine(served, pool)
 
@@ -577,16 +546,13 @@ def check_simulated(served: Served) -> None:
             )
 
 
-def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
+def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> Pool:
     """A number of blocks without model or GPU."""
     options = resolver.options
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
-    whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
+    whole_pool, what = longest_sequence(engine, count, block_size)
     length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
@@ -595,7 +561,7 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     batch, seqs = choose_batch_limits(
         resolver, rules, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
     )
-    return _Pool(count, block_size, batch, seqs, length)
+    return Pool(count, block_size, batch, seqs, length)
 
 
 def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
@@ -607,69 +573,6 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
     capacity = machine.served.capacity
     assert capacity is not None, "there is a GPU or its memory"
     return f"sized from model and GPU ({capacity.overhead_source})"
-
-
-def _scheduler_config(
-    resolver: Resolver[SimulateOptions], pool: _Pool, scenario: SchedulerConfig | None
-) -> SchedulerConfig:
-    """The engine's settings; those without a flag come from a scenario, else they are the defaults."""
-    default = f"default of vllm {parse_engine(resolver.options.engine).version}"
-    caching = resolver.choose("enable_prefix_caching", True, default)
-    chunked = resolver.choose("enable_chunked_prefill", True, default)
-    threshold = resolver.choose("long_prefill_token_threshold", 0, default)
-    policy = resolver.choose("scheduling_policy", "fcfs", default)
-    config = SchedulerConfig(
-        num_gpu_blocks=pool.num_gpu_blocks,
-        block_size=pool.block_size,
-        max_num_batched_tokens=pool.max_num_batched_tokens,
-        max_num_seqs=pool.max_num_seqs,
-        max_model_len=pool.max_model_len,
-        enable_prefix_caching=caching,
-        enable_chunked_prefill=chunked,
-        long_prefill_token_threshold=threshold,
-        policy=cast("Policy", policy),
-    )
-    without_flag = (
-        "watermark",
-        "scheduler_reserve_full_isl",
-        "max_num_active_seqs",
-        "long_prefill_token_threshold_adaptive",
-    )
-    if scenario is not None:
-        config = replace(config, **{name: getattr(scenario, name) for name in without_flag})
-    for name in without_flag:
-        resolver.note(name, getattr(config, name), "trace" if scenario else default)
-    return config
-
-
-def _contiguous_config(
-    reservation: Reservation, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
-) -> ContiguousConfig:
-    """Settings of an engine with contiguous reservations; its blocks are slots."""
-    for name, theirs in (
-        ("enable_prefix_caching", False),
-        ("enable_chunked_prefill", False),
-        ("long_prefill_token_threshold", 0),
-        ("scheduling_policy", "fcfs"),
-    ):
-        value = getattr(resolver.options, name)
-        if value not in (None, theirs) and resolver.source_of(name) != "trace":
-            raise InputError(
-                f"{flag(name)} is no setting of engine {reservation}", where=flag(name), hint="leave it out"
-            )
-        resolver.note(name, theirs, f"as engine {reservation} does")
-    if reservation in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
-        warnings.append(
-            f"{reservation} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
-            "--max-model-len"
-        )
-    return ContiguousConfig(
-        reservation=reservation,
-        num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
-        max_num_batched_tokens=pool.max_num_batched_tokens,
-        max_num_seqs=pool.max_num_seqs,
-        max_model_len=pool.max_model_len,
-    )
 
 
 # Time
@@ -724,6 +627,8 @@ def _roofline(machine: _Machine) -> Roofline:
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
+        block_bytes=machine.pool.bytes_per_block or 0,
+        host_bytes_per_s=gpu.host_bytes_per_s if gpu else 1,
     )
 
 

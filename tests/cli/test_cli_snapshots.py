@@ -30,6 +30,7 @@ COMMANDS = {
     "simulate-scenario-timed": "simulate 05_preempt_single.scenario.json --step-time 0.02 --slo-ttft 0.1",
     "simulate-stuck": "simulate 23_never_fits.scenario.json",
     "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
+    "simulate-paged": "simulate bursts --engine paged --num-gpu-blocks-override 1000 --n 2",
     "simulate-estimated-times": "simulate chat --limit 20",
     "simulate-orca": "simulate bursts --limit 60 --engine orca-pow2 --num-gpu-blocks-override 2000",
     "compare-engines": "compare bursts --engines vllm,static,orca-max,orca-pow2,orca-oracle "
