@@ -236,7 +236,7 @@ _POSITIVE = (
 #: The plain engine keeps several numbers for each block.
 _MAX_BLOCKS = 10**8
 _POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
-#: Samples of a request: an engine visits each.
+#: Samples of a request at most: an engine visits each.
 MAX_SAMPLES = 1024
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10

@@ -70,7 +70,7 @@ SIMULATED = {
     "static": Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS),
     **dict.fromkeys(
         (name for name in CONTIGUOUS_ENGINES if name != "static"),
-        Simulated("Yu et al. 2022, Kwon et al. 2023", "approximated", _CONTIGUOUS),
+        Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS),
     ),
 }
 

@@ -25,6 +25,7 @@ from kvplan.core.engine import SchedulerConfig, quoted
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name, unreadable
+from kvplan.options import MAX_SAMPLES
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
@@ -32,7 +33,6 @@ FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 _MAX_TOKENS = 10**9
 _MAX_BLOCKS = 10**8
 _MAX_ARRIVAL_S = 10**10
-_MAX_SAMPLES = 1024
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _KVPLAN_KEYS = frozenset(
@@ -795,8 +795,8 @@ def _tokens(value: object, field: str) -> int:
 
 def _samples(value: object) -> int:
     number = _whole(value, "n")
-    if not 0 < number <= _MAX_SAMPLES:
-        raise _BadLine(f"n is {number}, not a number from 1 to {_MAX_SAMPLES:,}")
+    if not 0 < number <= MAX_SAMPLES:
+        raise _BadLine(f"n is {number}, not a number from 1 to {MAX_SAMPLES:,}")
     return number
 
 

@@ -220,7 +220,7 @@ OUTER = {
         "kvplan.safe_yaml",
         "kvplan.safetensors",
     ],
-    "kvplan.trace": ["kvplan.errors"],
+    "kvplan.trace": ["kvplan.errors", "kvplan.options"],
     "kvplan.workloads": ["kvplan.trace"],
     "kvplan.options": ["kvplan.errors", "kvplan.units"],
     "kvplan.python_repr": [],

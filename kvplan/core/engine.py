@@ -52,6 +52,11 @@ class SchedulerConfig:
         """Blocks that can hold tokens: all but the null block."""
         return self.num_gpu_blocks - 1
 
+    @property
+    def least_pool(self) -> int:
+        """Blocks with which the engine starts: those of the longest sequence, and the null block."""
+        return 1 - (-self.max_model_len // self.block_size)
+
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
 

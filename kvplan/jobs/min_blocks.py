@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 from kvplan.errors import InputError
 from kvplan.jobs.simulate import SimulateResult, Simulation
@@ -87,16 +87,21 @@ def find_min_blocks(
     """
     tried: dict[int, bool] = {}
 
+    def with_pool(blocks: int) -> Simulation:
+        return Simulation(source, options, origins, num_gpu_blocks=blocks)
+
     def meets(blocks: int) -> bool:
         if blocks not in tried:
-            tried[blocks] = _is_met(_replay(source, options, origins, blocks), goal)
+            result = _run(with_pool(blocks))
+            tried[blocks] = result.requests.rejected == endless.requests.rejected and _is_met(result, goal)
         return tried[blocks]
 
-    endless = _replay(source, options, origins, _UNBOUNDED)
+    endless_run = with_pool(_UNBOUNDED)
+    endless = _run(endless_run)
     tried[_UNBOUNDED] = _is_met(endless, goal)
     if not tried[_UNBOUNDED]:
         return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
-    enough, least = endless.kv.peak_blocks + 1, _least_to_start(endless)
+    enough, least = endless.kv.peak_blocks + 1, endless_run.least_pool
     high = max(least, enough)
     while not meets(high):
         high = min(2 * high, _UNBOUNDED)
@@ -116,10 +121,8 @@ def find_min_blocks(
     return MinBlocks(goal.text, high, proof, tuple(tried.items()))
 
 
-def _replay(
-    source: str, options: SimulateOptions, origins: Mapping[str, str] | None, blocks: int
-) -> SimulateResult:
-    result = Simulation(source, options, origins, num_gpu_blocks=blocks).run()
+def _run(simulation: Simulation) -> SimulateResult:
+    result = simulation.run()
     if result.simulation["status"] == "interrupted":
         raise KeyboardInterrupt
     return result
@@ -127,10 +130,3 @@ def _replay(
 
 def _is_met(result: SimulateResult, goal: Goal) -> bool:
     return result.simulation["status"] == "done" and goal.met(result)
-
-
-def _least_to_start(result: SimulateResult) -> int:
-    """The blocks of one sequence of max_model_len and the null block; scenarios start with any."""
-    if result.trace["format"] == "scenario":
-        return 2
-    return 1 - (-cast("int", result.config["max_model_len"].value) // result.kv.block_size)

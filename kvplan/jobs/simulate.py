@@ -212,6 +212,11 @@ class Simulation:
         return self._plan.config.usable_blocks
 
     @property
+    def least_pool(self) -> int:
+        """Blocks with which the engine starts; a scenario starts with any, so two."""
+        return 2 if self.trace.scenario is not None else self._plan.config.least_pool
+
+    @property
     def given_slots(self) -> int | None:
         """Tokens for which the pool has places, if its number of blocks was given and does not follow from memory."""
         if self._plan.settings["num_gpu_blocks"].source != "num_gpu_blocks_override":

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import DecodeRun, Turn
 from kvplan.core.engines.paged import Group, Paged, PagedConfig
 from kvplan.core.metrics import Metrics
@@ -312,9 +312,7 @@ def test_swaps_and_copies_take_time() -> None:
     cost = Roofline.from_rates(
         weight_bytes=0,
         kv_bytes_per_token=0,
-        flops_per_token=0,
-        flops_per_logits=0,
-        attention_flops=0,
+        flops=Flops(per_token=0, per_logits=0, per_pair=0),
         num_layers=0,
         bandwidth_bytes_per_s=2 * 10**12,
         flops_per_s=1,
@@ -414,7 +412,7 @@ def test_what_is_live_is_told_with_its_tokens() -> None:
     engine = start(request("a", 8, 50), request("b", 8, 30), max_num_seqs=1)
     for _ in range(3):
         engine.turn(1)
-    assert dict(engine.live()) == {"a": 11, "b": 8}
+    assert list(engine.live()) == [("a", 11, 10), ("b", 8, 0)]
 
 
 def test_a_clock_that_jumps_gives_the_times_of_one_that_steps() -> None:

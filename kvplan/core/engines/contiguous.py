@@ -55,6 +55,11 @@ class ContiguousConfig:
         return self.num_gpu_blocks
 
     @property
+    def least_pool(self) -> int:
+        """Slots with which the engine starts: a place for the longest sequence."""
+        return self.max_model_len if self.reservation == "static" else piece_size(self.max_model_len)
+
+    @property
     def largest_place(self) -> int:
         """Slots of the largest reservation that the pool ever holds."""
         return largest_place(self.reservation, self.num_gpu_blocks)

@@ -51,6 +51,11 @@ class PagedConfig:
         """Blocks that can hold tokens: all."""
         return self.num_gpu_blocks
 
+    @property
+    def least_pool(self) -> int:
+        """Blocks with which the engine starts: any, for a request that does not fit is turned away."""
+        return 1
+
     def check(self) -> None:
         """Refuse settings that contradict each other: raises `InputError`."""
         if self.max_num_batched_tokens < self.max_num_seqs:
