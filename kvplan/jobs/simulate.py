@@ -22,6 +22,7 @@ from kvplan.core.engines.contiguous import (
     ContiguousConfig,
     Reservation,
     largest_place,
+    reservation_of,
 )
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
@@ -395,9 +396,9 @@ def _engine_config(
     warnings: list[str],
 ) -> EngineConfig:
     """The settings of the engine that was chosen."""
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            return _contiguous_config(reservation, resolver, pool, warnings)
+    reservation = reservation_of(engine.name)
+    if reservation is not None:
+        return _contiguous_config(reservation, resolver, pool, warnings)
     return _scheduler_config(resolver, pool, scenario)
 
 
@@ -547,9 +548,9 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
     whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
+    reservation = reservation_of(engine.name)
+    if reservation is not None:
+        whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
     length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool

@@ -36,6 +36,11 @@ Reservation = Literal["static", "orca-max", "orca-pow2", "orca-oracle"]
 RESERVATIONS: tuple[Reservation, ...] = get_args(Reservation)
 
 
+def reservation_of(engine: str) -> Reservation | None:
+    """How an engine of this name reserves; None for an engine of another kind."""
+    return next((reservation for reservation in RESERVATIONS if reservation == engine), None)
+
+
 @dataclass(frozen=True, slots=True)
 class ContiguousConfig:
     """Settings, by vLLM's names where it has them. A block is one slot: the KV of a token in all layers."""
