@@ -9,21 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.engines.contiguous import (
-    RESERVATIONS,
-    Contiguous,
-    ContiguousConfig,
-    Reservation,
-    largest_place,
-    reservation_of,
-)
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
@@ -33,6 +25,7 @@ from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError
 from kvplan.options import (
+    CONTIGUOUS_ENGINES,
     Engine,
     Resolver,
     Settings,
@@ -45,6 +38,9 @@ from kvplan.options import (
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import TraceStream, open_trace
 
+if TYPE_CHECKING:
+    from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig
+
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
@@ -54,7 +50,7 @@ DEFAULT_STEP_TIME = 0.02
 SCHEDULER_VERSION = "0.33.0"
 
 #: Settings of an engine that can be simulated.
-EngineConfig = SchedulerConfig | ContiguousConfig
+EngineConfig: TypeAlias = "SchedulerConfig | ContiguousConfig"
 
 Observer = Callable[[StepRecord], None]
 EnginePath = Literal["fast", "plain"]
@@ -235,7 +231,7 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers else "fast")
-        engine = _make_engine(plan.config, path)
+        engine = _make_engine(plan.engine, plan.config, path)
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             usable_blocks=plan.config.usable_blocks,
@@ -281,10 +277,10 @@ def _result(
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION if plan.engine.name == "vllm" else None,
+            "scheduler_version": _SCHEDULERS[plan.engine.name].version,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden" if plan.engine.name == "vllm" else "approximated",
+            "verified": _SCHEDULERS[plan.engine.name].verified,
             "status": status,
             "reason": reason,
         },
@@ -347,17 +343,6 @@ class _Plan:
     engine: Engine
 
 
-def _make_engine(config: EngineConfig, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
-    """The engine of these settings; the plain path visits everything in each step."""
-    if isinstance(config, ContiguousConfig):
-        return Contiguous(config, watched=path == "plain")
-    return VllmPlain(config) if path == "plain" else Vllm(config)
-
-
-#: Engines that can be simulated.
-_SIMULATED = ("vllm", *RESERVATIONS)
-
-
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     sources = dict(origins or {})
@@ -367,11 +352,11 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name not in _SIMULATED:
+    if engine.name not in _SCHEDULERS:
         raise InputError(
             f"not yet supported: simulation of engine {engine.name}",
             where="--engine",
-            hint=f"use {', '.join(_SIMULATED[:-1])} or {_SIMULATED[-1]}",
+            hint=f"use one of {', '.join(_SCHEDULERS)}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
@@ -388,6 +373,22 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
 
 
+# Engines
+
+
+class _Scheduler(NamedTuple):
+    """An engine that can be simulated: whose rules, and how they are known."""
+
+    version: str
+    verified: Literal["golden", "read", "approximated"]
+
+
+_SCHEDULERS = {
+    "vllm": _Scheduler(SCHEDULER_VERSION, "golden"),
+    **dict.fromkeys(CONTIGUOUS_ENGINES, _Scheduler("Kwon et al. 2023", "approximated")),
+}
+
+
 def _engine_config(
     engine: Engine,
     resolver: Resolver[SimulateOptions],
@@ -396,10 +397,20 @@ def _engine_config(
     warnings: list[str],
 ) -> EngineConfig:
     """The settings of the engine that was chosen."""
-    reservation = reservation_of(engine.name)
-    if reservation is not None:
-        return _contiguous_config(reservation, resolver, pool, warnings)
+    if engine.name in CONTIGUOUS_ENGINES:
+        return _contiguous_config(engine, resolver, pool, warnings)
     return _scheduler_config(resolver, pool, scenario)
+
+
+def _make_engine(engine: Engine, config: EngineConfig, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
+    """The engine of these settings; the plain path visits everything in each step."""
+    if engine.name in CONTIGUOUS_ENGINES:
+        from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig
+
+        assert isinstance(config, ContiguousConfig), "_engine_config made it"
+        return Contiguous(config, watched=path == "plain")
+    assert isinstance(config, SchedulerConfig), "_engine_config made it"
+    return VllmPlain(config) if path == "plain" else Vllm(config)
 
 
 def _fill_from_scenario(
@@ -548,9 +559,11 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
     whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
-    reservation = reservation_of(engine.name)
-    if reservation is not None:
-        whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
+    if engine.name in CONTIGUOUS_ENGINES:
+        from kvplan.core.engines.contiguous import largest_place, reservation_of
+
+        whole_pool = largest_place(reservation_of(engine.name), count * block_size)
+        what = "the largest piece of the pool"
     length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
@@ -607,9 +620,11 @@ def _scheduler_config(
 
 
 def _contiguous_config(
-    reservation: Reservation, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
+    engine: Engine, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
 ) -> ContiguousConfig:
     """Settings of an engine with contiguous reservations; its blocks are slots."""
+    from kvplan.core.engines.contiguous import ContiguousConfig, reservation_of
+
     for name, theirs in (
         ("enable_prefix_caching", False),
         ("enable_chunked_prefill", False),
@@ -619,16 +634,16 @@ def _contiguous_config(
         value = getattr(resolver.options, name)
         if value not in (None, theirs) and resolver.source_of(name) != "trace":
             raise InputError(
-                f"{flag(name)} is no setting of engine {reservation}", where=flag(name), hint="leave it out"
+                f"{flag(name)} is no setting of engine {engine.name}", where=flag(name), hint="leave it out"
             )
-        resolver.note(name, theirs, f"as engine {reservation} does")
-    if reservation in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+        resolver.note(name, theirs, f"as engine {engine.name} does")
+    if engine.name in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
         warnings.append(
-            f"{reservation} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            f"{engine.name} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
             "--max-model-len"
         )
     return ContiguousConfig(
-        reservation=reservation,
+        reservation=reservation_of(engine.name),
         num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,

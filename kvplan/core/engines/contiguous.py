@@ -36,9 +36,9 @@ Reservation = Literal["static", "orca-max", "orca-pow2", "orca-oracle"]
 RESERVATIONS: tuple[Reservation, ...] = get_args(Reservation)
 
 
-def reservation_of(engine: str) -> Reservation | None:
-    """How an engine of this name reserves; None for an engine of another kind."""
-    return next((reservation for reservation in RESERVATIONS if reservation == engine), None)
+def reservation_of(engine: str) -> Reservation:
+    """How the engine of this name reserves; it must be one of these."""
+    return next(reservation for reservation in RESERVATIONS if reservation == engine)
 
 
 @dataclass(frozen=True, slots=True)
