@@ -978,13 +978,15 @@ def _simulate_headline(result: SimulateResult) -> str:
     if "model" in settings:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
-    simulation = result.simulation
-    if simulation["engine"] != "vllm":
-        return f"{what}, engine {simulation['engine']} ({simulation['scheduler_version']}, {simulation['verified']})"
     return (
-        f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
-        f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
+        f"{what}, {_scheduler(result)} scheduler, "
+        f"{'asynchronous' if result.simulation['async_scheduling'] else 'synchronous'}"
     )
+
+
+def _scheduler(result: SimulateResult) -> str:
+    engine, version = result.simulation["engine"], result.simulation["scheduler_version"]
+    return f"vLLM {version}" if engine == "vllm" else f"{engine} ({version})"
 
 
 def _compare_headline(result: SimulateResult, varied: Collection[str]) -> str:

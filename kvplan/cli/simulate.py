@@ -195,7 +195,7 @@ def simulate(
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
         )
-    goal = None if min_blocks is None else parse_goal(min_blocks, trace)
+    goal = None if min_blocks is None else parse_goal(min_blocks, trace, engine)
     settings = shared.from_params(SimulateOptions, ctx.params)
     result = _run(Simulation(trace, settings), requests, timeline, events, events_detail)
     least, interrupted = None, result.simulation["status"] == "interrupted"
