@@ -1,8 +1,8 @@
 """kvplan: memory planner and simulator for LLM serving.
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
-pool, `check` holds figures against a file of expectations, `audit` against an engine's start-up log, `explain`
-works an idea through. Nothing is loaded before it is used.
+pool, `compare` through several engines or settings, `check` holds figures against a file of expectations, `audit`
+against an engine's start-up log, `explain` works an idea through. Nothing is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "__version__",
     "audit",
     "check",
+    "compare",
     "explain",
     "list_gpus",
     "list_models",
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from kvplan.errors import InputError, KvplanError
     from kvplan.jobs.audit import audit
     from kvplan.jobs.check import check
+    from kvplan.jobs.compare import compare
     from kvplan.jobs.explain import explain
     from kvplan.jobs.simulate import simulate
     from kvplan.jobs.size import size
@@ -42,6 +44,7 @@ _HOMES = {
     "KvplanError": "kvplan.errors",
     "audit": "kvplan.jobs.audit",
     "check": "kvplan.jobs.check",
+    "compare": "kvplan.jobs.compare",
     "explain": "kvplan.jobs.explain",
     "list_gpus": "kvplan.config",
     "list_models": "kvplan.config",

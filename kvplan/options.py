@@ -14,7 +14,7 @@ from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origi
 
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError, unknown_name
-from kvplan.units import parse_size
+from kvplan.units import parse_count, parse_size
 
 #: Engines that reserve contiguous memory.
 CONTIGUOUS_ENGINES = ("static", "orca-max", "orca-pow2", "orca-oracle")
@@ -304,6 +304,28 @@ def parse_engine(text: str | None) -> Engine:
             hint=f"write {name}",
         )
     return Engine(name, "")
+
+
+def read_option(kind: type[ServingOptions], name: str, text: str) -> object:
+    """The value of an option that is written as a text; raises `InputError` for a text that is none.
+
+    Numbers may be written as vLLM reads them (``32k``), switches as ``true`` or ``false``.
+    """
+    kinds, where = kind.kinds(name), flag(name)
+    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes") and text != "auto":
+        return parse_count(text, where=where)
+    if float in kinds:
+        try:
+            return float(text)
+        except ValueError as error:
+            raise InputError(
+                f'"{text}" is not a number', where=where, hint="write a number such as 0.9"
+            ) from error
+    if bool in kinds:
+        if text not in ("true", "false"):
+            raise InputError(f'"{text}" is neither true nor false', where=where, hint="write true or false")
+        return text == "true"
+    return (text,) if tuple in kinds else text
 
 
 def size_in_bytes(value: str | int | None, name: str) -> int | None:

@@ -17,7 +17,7 @@ from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_tick
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
-from kvplan.plots import Point, draw_timeline, require_matplotlib
+from kvplan.plots import Bar, Point, draw_comparison, draw_timeline, require_matplotlib
 
 
 def check_output_paths(paths: Mapping[str, str | None], *, sources: Sequence[str] = ()) -> None:
@@ -88,6 +88,19 @@ def _whole(path: str) -> Iterator[Path]:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def check_picture(path: str, option: str) -> None:
+    """Refuse early what is no picture that can be drawn; raises `InputError`."""
+    if not path.endswith((".png", ".svg")):
+        raise InputError(f'"{path}" ends in no known way', where=option, hint="name it .png or .svg")
+    require_matplotlib(path)
+
+
+def write_comparison(path: str, bars: Sequence[Bar], axis: str) -> None:
+    """The picture of runs side by side, in a PNG or SVG file; ``axis`` names what was varied."""
+    with _whole(path) as temporary:
+        draw_comparison(temporary, bars, axis)
 
 
 class RequestWriter:

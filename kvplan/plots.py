@@ -26,6 +26,16 @@ class Point(NamedTuple):
     hit_rate: float | None
 
 
+class Bar(NamedTuple):
+    """A run beside others: the four shares of what it held, output tokens per second, mean seconds of a request."""
+
+    label: str
+    shares: tuple[float, float, float, float]
+    output_tokens_per_s: float | None
+    ttft_s: float | None
+    e2e_s: float | None
+
+
 def require_matplotlib(path: str) -> None:
     """Raise `InputError` where pictures cannot be drawn."""
     if find_spec("matplotlib") is None:
@@ -59,3 +69,51 @@ def draw_timeline(path: Path, points: Sequence[Point], usable_blocks: int, scale
     queues.set_xlabel("seconds" if scale else "step")
     queues.legend(loc="upper right")
     figure.savefig(path)
+
+
+#: The four shares, in the order of `Bar`: name, colour and hatching, so that they differ without colour too.
+_SHARES = (
+    ("tokens", "tab:blue", ""),
+    ("to be filled", "tab:green", "//"),
+    ("waste", "tab:orange", "xx"),
+    ("holes", "tab:red", ".."),
+)
+
+
+def draw_comparison(path: Path, bars: Sequence[Bar], axis: str) -> None:
+    """Draw bars of the four shares and, where times are known, throughput and latency of each run."""
+    from matplotlib.figure import Figure
+
+    is_timed = any(bar.output_tokens_per_s is not None for bar in bars)
+    rows = 3 if is_timed else 1
+    figure = Figure(figsize=(max(6.0, 1.2 * len(bars)), 1 + 3 * rows), layout="constrained")
+    panels = figure.subplots(rows, 1, squeeze=False)[:, 0]
+    places = range(len(bars))
+    below = [0.0] * len(bars)
+    for number, (name, colour, hatch) in enumerate(_SHARES):
+        heights = [100 * bar.shares[number] for bar in bars]
+        panels[0].bar(
+            places, heights, bottom=below, color=colour, hatch=hatch, edgecolor="white", width=0.6, label=name
+        )
+        below = [base + height for base, height in zip(below, heights, strict=True)]
+    panels[0].set_ylabel("of the memory held, %")
+    panels[0].set_ylim(0, 100)
+    panels[0].legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=len(_SHARES), frameon=False)
+    if is_timed:
+        panels[1].plot(places, [_known(bar.output_tokens_per_s) for bar in bars], "o-")
+        panels[1].set_ylabel("output tokens / s")
+        panels[2].plot(places, [_known(bar.e2e_s) for bar in bars], "o-", label="whole request")
+        panels[2].plot(places, [_known(bar.ttft_s) for bar in bars], "s--", label="first token")
+        panels[2].set_ylabel("mean latency, s")
+        panels[2].legend()
+        for panel in panels[1:]:
+            panel.set_ylim(0, 1.08 * panel.get_ylim()[1])
+    for panel in panels:
+        panel.set_xticks(places, [bar.label for bar in bars])
+        panel.set_xlim(-0.6, len(bars) - 0.4)
+    panels[-1].set_xlabel(axis)
+    figure.savefig(path)
+
+
+def _known(value: float | None) -> float:
+    return float("nan") if value is None else value

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvplan.core.sizing import Capacity, Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
+    from kvplan.jobs.compare import CompareResult
     from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
@@ -46,6 +47,8 @@ _MAP_REQUESTS = 12
 _TABLE_RUNS = 30
 #: Columns of a timeline.
 _TIMELINE = 60
+#: Characters of a run's name beside which its figures have room.
+_WIDEST_LABEL = 12
 
 
 class Report:
@@ -482,6 +485,63 @@ class Report:
                 line.append("".join(marks), style=_mark_style(mark))
             self.console.print(line)
 
+    # compare
+
+    def compare(self, result: CompareResult) -> None:
+        """A row for each run: what it held, then how fast it was and why it differs; * marks a column's best."""
+        first = next((run.result for run in result.runs if run.result is not None), None)
+        if first is not None:
+            self._say(_compare_headline(first, result.varied))
+        labels = list(map(literal, result.labels))
+        names = " ".join(name.replace("_", "-") for name in result.varied)
+        if len(names) > _WIDEST_LABEL:  # the tables have no room for it
+            self._say(f"by {names}")
+            names = ""
+        if max(map(len, labels), default=0) > _WIDEST_LABEL:
+            for number, label in enumerate(labels, 1):
+                self._say(f"{number}: {label}")
+            labels = [str(number) for number in range(1, len(labels) + 1)]
+        held = _table(
+            names, "tokens", "to fill", "waste", "holes", "used", "preempt.", "run", "wait", keep_first=True
+        )
+        speed = _table(names, "hit", "tokens/s", "TTFT", "TPOT", "E2E", "why", keep_first=True)
+        speed.columns[-1].justify = "left"
+        for label, run in zip(labels, result.runs, strict=True):
+            if run.result is None:
+                speed.add_row(label, *"-----", run.differs_by)
+                continue
+            kv, batch, times, best = run.result.kv, run.result.batch, run.result.latency, run.best
+            rate = run.result.throughput.output_tokens_per_s
+            held.add_row(
+                label,
+                _led(format_share(kv.token_share), "kv.token_share", best),
+                format_share(kv.reserved_share),
+                format_share(kv.internal_fragmentation),
+                _led(format_share(kv.external_fragmentation), "kv.external_fragmentation", best),
+                format_share(kv.utilization.mean),
+                _led(f"{run.result.preemptions.events:,}", "preemptions.events", best),
+                _led(_one_digit(batch.running_mean), "batch.running_mean", best),
+                _led(_one_digit(batch.waiting_mean), "batch.waiting_mean", best),
+            )
+            speed.add_row(
+                label,
+                _led(format_share(run.result.prefix_cache.hit_rate), "prefix_cache.hit_rate", best),
+                _led(_one_digit(rate), "throughput.output_tokens_per_s", best),
+                _led(format_seconds(times.ttft_s.mean), "latency.ttft_s.mean", best),
+                _led(format_seconds(times.tpot_s.mean), "latency.tpot_s.mean", best),
+                _led(format_seconds(times.e2e_s.mean), "latency.e2e_s.mean", best),
+                run.differs_by,
+            )
+        if first is not None:
+            self.console.print(held)
+        self.console.print(speed)
+        self._say("* leads its column. Shares are of the memory held, over time; figures are means.")
+        for label, run in zip(labels, result.runs, strict=True):
+            if run.error is not None:
+                self._say(f"{label}: {literal(str(run.error))}; {literal(run.error.hint or '')}".rstrip("; "))
+        if result.is_partial:
+            self._say("Interrupted: runs that were not finished are left out.")
+
     # check
 
     def checks(self, report: CheckReport) -> None:
@@ -860,6 +920,22 @@ def _simulate_headline(result: SimulateResult) -> str:
         f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
         f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
     )
+
+
+def _compare_headline(result: SimulateResult, varied: Collection[str]) -> str:
+    settings = result.config
+    what = f"{literal(result.trace['path'])}: {result.trace['requests']:,} requests"
+    named = [name for name in ("model", "gpu", "engine") if name in settings and name not in varied]
+    return ", ".join([what, *(f"{literal(settings[n].value)}{_mark(settings, n)}" for n in named)])
+
+
+def _led(text: str, path: str, best: Collection[str]) -> Text:
+    """A figure, marked where its run leads the column."""
+    return Text(f"{text}*", style="bold green") if path in best else Text(text)
+
+
+def _one_digit(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.1f}"
 
 
 def _mark(settings: Settings, name: str) -> str:

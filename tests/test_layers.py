@@ -273,6 +273,7 @@ OUTER = {
         "kvplan.jobs.min_blocks",
         "kvplan.jobs.audit",
         "kvplan.jobs.check",
+        "kvplan.jobs.compare",
         "kvplan.jobs.min_blocks",
         "kvplan.jobs.simulate",
         "kvplan.jobs.size",

@@ -24,6 +24,7 @@ NAMES = [
     "__version__",
     "audit",
     "check",
+    "compare",
     "explain",
     "list_gpus",
     "list_models",

@@ -15,7 +15,7 @@ from typing import NoReturn
 import typer
 
 from kvplan import __version__
-from kvplan.cli import audit, catalogues, check, explain, simulate, size
+from kvplan.cli import audit, catalogues, check, compare, explain, simulate, size
 from kvplan.cli.options import LightGroup
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
@@ -31,9 +31,9 @@ _NO_ROOM = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT, errno.EIO, errno.EROFS}
 _LATER = {
     *("--lengths", "--trace", "--suggest"),
     *("--preemption-mode", "--swap-space", "--report", "--seed"),
-    *("compare", "trace", "kernel-bench"),
+    *("trace", "kernel-bench"),
 }
-_COMMANDS = ("size", "simulate", "check", "audit", "explain", "models", "gpus")
+_COMMANDS = ("size", "simulate", "compare", "check", "audit", "explain", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
@@ -46,6 +46,7 @@ app = typer.Typer(
 )
 size.register(app)
 simulate.register(app)
+compare.register(app)
 check.register(app)
 audit.register(app)
 explain.register(app)

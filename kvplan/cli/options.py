@@ -12,10 +12,8 @@ import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from kvplan import __version__
-from kvplan.errors import InputError
-from kvplan.options import ServingOptions, flag
+from kvplan.options import ServingOptions, read_option
 from kvplan.text import literal
-from kvplan.units import parse_count
 
 Engine = Annotated[
     str | None,
@@ -238,24 +236,9 @@ def from_params(kind: type[_Options], params: Mapping[str, object]) -> _Options:
     for item in fields(kind):
         value = params.get(item.name)
         if isinstance(value, str):
-            value = _read(item.name, value, kind)
+            value = read_option(kind, item.name, value)
         values[item.name] = tuple(value) if isinstance(value, list) else value
     return kind.of(values)
-
-
-def _read(name: str, text: str, kind: type[ServingOptions]) -> object:
-    kinds = kind.kinds(name)
-    where = flag(name)
-    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes") and text != "auto":
-        return parse_count(text, where=where)
-    if float in kinds:
-        try:
-            return float(text)
-        except ValueError as error:
-            raise InputError(
-                f'"{text}" is not a number', where=where, hint="write a number such as 0.9"
-            ) from error
-    return text
 
 
 def print_json(document: Mapping[str, object]) -> None:

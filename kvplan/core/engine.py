@@ -24,7 +24,7 @@ RESTARTS_TO_GIVE_UP = 4
 class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
-    ``num_gpu_blocks`` counts the ``null_blocks``, which never hold tokens. Lengths and budgets are in tokens.
+    ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
     Defaults are vLLM 0.33's.
     """
 
@@ -41,12 +41,11 @@ class SchedulerConfig:
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
-    null_blocks: int = 1
 
     @property
     def usable_blocks(self) -> int:
         """Blocks that can hold tokens: all but the null block."""
-        return self.num_gpu_blocks - self.null_blocks
+        return self.num_gpu_blocks - 1
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).

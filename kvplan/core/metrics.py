@@ -325,13 +325,12 @@ class Metrics:
         prefix_caching: bool,
         usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
-        null_blocks: int = 1,
         warmup: int = 0,
         slo: Slo | None = None,
         on_request: Callable[[RequestRecord], None] | None = None,
     ) -> None:
         self.num_gpu_blocks = num_gpu_blocks
-        self.usable_blocks = num_gpu_blocks - null_blocks if usable_blocks is None else usable_blocks
+        self.usable_blocks = num_gpu_blocks - 1 if usable_blocks is None else usable_blocks
         self.block_size = block_size
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick

@@ -16,7 +16,13 @@ from kvplan.core import metrics as figures
 from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, check_longest, longest_place
+from kvplan.core.engines.contiguous import (
+    RESERVATIONS,
+    Contiguous,
+    ContiguousConfig,
+    Reservation,
+    largest_place,
+)
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
@@ -24,6 +30,7 @@ from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
 from kvplan.core.simulate import StepRecord, run
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
     Engine,
@@ -45,6 +52,9 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_STEP_TIME = 0.02
 #: Version of vLLM whose scheduler rules the engine follows.
 SCHEDULER_VERSION = "0.33.0"
+
+#: Settings of an engine that can be simulated.
+EngineConfig = SchedulerConfig | ContiguousConfig
 
 Observer = Callable[[StepRecord], None]
 EnginePath = Literal["fast", "plain"]
@@ -192,7 +202,7 @@ class Simulation:
             if num_gpu_blocks is not None:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
-                _check_start(self._plan)
+                self._plan.config.check()
             self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
         except KvplanError:
             self.trace.close()
@@ -207,6 +217,13 @@ class Simulation:
     def usable_blocks(self) -> int:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
+
+    @property
+    def given_slots(self) -> int | None:
+        """Tokens for which the pool has places, if its number of blocks was given and does not follow from memory."""
+        if self._plan.settings["num_gpu_blocks"].source != "num_gpu_blocks_override":
+            return None
+        return self._plan.config.num_gpu_blocks * self._plan.config.block_size
 
     def run(
         self,
@@ -224,7 +241,7 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers or self.options.map else "fast")
-        engine = _make_engine(plan, path)
+        engine = _make_engine(plan.config, path)
         fullest: FullestStep | None = None
         if self.options.map:
             assert isinstance(engine, Pictured), "watched engines can be drawn"
@@ -232,10 +249,10 @@ class Simulation:
             turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
+            usable_blocks=plan.config.usable_blocks,
             block_size=plan.config.block_size,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
-            null_blocks=plan.config.null_blocks,
             warmup=self._warmup,
             slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
             on_request=on_request,
@@ -331,9 +348,7 @@ def _result(
 _TOO_LARGE = ("reservation_exceeds_pool", "prompt_exceeds_max_num_batched_tokens")
 
 
-def _request_warnings(
-    counts: figures.RequestCounts, trace: TraceStream, config: SchedulerConfig
-) -> list[str]:
+def _request_warnings(counts: figures.RequestCounts, trace: TraceStream, config: EngineConfig) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
@@ -359,7 +374,7 @@ def _request_warnings(
 class _Plan:
     """A run, resolved: the engine's settings, the price of a step, and where all came from."""
 
-    config: SchedulerConfig
+    config: EngineConfig
     price: Callable[[StepWork], int]
     decode_price: Callable[[int, int], tuple[int, int, int]]
     seconds_per_tick: Fraction | None
@@ -369,20 +384,11 @@ class _Plan:
     engine: Engine
 
 
-def _make_engine(plan: _Plan, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
-    """The engine of that name; ``plain``: one whose every step can be watched."""
-    for reservation in RESERVATIONS:
-        if plan.engine.name == reservation:
-            return Contiguous(plan.config, reservation, watched=path == "plain")
-    return VllmPlain(plan.config) if path == "plain" else Vllm(plan.config)
-
-
-def _check_start(plan: _Plan) -> None:
-    """Refuse what the engine refuses when it starts."""
-    plan.config.check()
-    for reservation in RESERVATIONS:
-        if plan.engine.name == reservation:
-            check_longest(reservation, plan.config)
+def _make_engine(config: EngineConfig, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
+    """The engine of these settings; the plain path visits everything in each step."""
+    if isinstance(config, ContiguousConfig):
+        return Contiguous(config, watched=path == "plain")
+    return VllmPlain(config) if path == "plain" else Vllm(config)
 
 
 #: Engines that can be simulated.
@@ -412,14 +418,25 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     else:
         _refuse_machine_options(options)
         pool = _free_pool(resolver, engine)
-    if engine.name in RESERVATIONS:
-        config = _contiguous_config(resolver, pool, warnings)
-    else:
-        config = _scheduler_config(resolver, pool, scenario)
+    config = _engine_config(engine, resolver, pool, scenario, warnings)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
     price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
     resolver.note_rest()
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
+
+
+def _engine_config(
+    engine: Engine,
+    resolver: Resolver[SimulateOptions],
+    pool: _Pool,
+    scenario: SchedulerConfig | None,
+    warnings: list[str],
+) -> EngineConfig:
+    """The settings of the engine that was chosen."""
+    for reservation in RESERVATIONS:
+        if engine.name == reservation:
+            return _contiguous_config(reservation, resolver, pool, warnings)
+    return _scheduler_config(resolver, pool, scenario)
 
 
 def _fill_from_scenario(
@@ -570,14 +587,14 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
     for reservation in RESERVATIONS:
         if engine.name == reservation:
-            whole_pool, what = longest_place(reservation, count * block_size), "the largest piece of the pool"
+            whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
     length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
         resolver.note("max_model_len", length, f"--max-model-len auto: {what}")
     rules = engine_sizing(engine.name, engine.version).rules
     batch, seqs = choose_batch_limits(
-        resolver, rules, rules.batch_limits(None, ""), length, "default without a machine"
+        resolver, rules, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
     )
     return _Pool(count, block_size, batch, seqs, length)
 
@@ -627,37 +644,32 @@ def _scheduler_config(
 
 
 def _contiguous_config(
-    resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
-) -> SchedulerConfig:
-    """Settings of an engine with contiguous reservations; its blocks are slots, and none is kept out."""
-    options = resolver.options
-    engine = parse_engine(options.engine).name
+    reservation: Reservation, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
+) -> ContiguousConfig:
+    """Settings of an engine with contiguous reservations; its blocks are slots."""
     for name, theirs in (
         ("enable_prefix_caching", False),
         ("enable_chunked_prefill", False),
         ("long_prefill_token_threshold", 0),
         ("scheduling_policy", "fcfs"),
     ):
-        value = getattr(options, name)
+        value = getattr(resolver.options, name)
         if value not in (None, theirs) and resolver.source_of(name) != "trace":
             raise InputError(
-                f"{flag(name)} is no setting of engine {engine}", where=flag(name), hint="leave it out"
+                f"{flag(name)} is no setting of engine {reservation}", where=flag(name), hint="leave it out"
             )
-        resolver.note(name, theirs, f"as engine {engine} does")
-    if engine in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+        resolver.note(name, theirs, f"as engine {reservation} does")
+    if reservation in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
         warnings.append(
-            f"{engine} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            f"{reservation} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
             "--max-model-len"
         )
-    return SchedulerConfig(
+    return ContiguousConfig(
+        reservation=reservation,
         num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
-        block_size=1,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,
         max_model_len=pool.max_model_len,
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        null_blocks=0,
     )
 
 

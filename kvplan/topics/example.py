@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from kvplan.config import load_model
 from kvplan.core.cost import constant
 from kvplan.core.engine import SchedulerConfig, StepWork, Turn
-from kvplan.core.engines.contiguous import Contiguous
+from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig
 from kvplan.core.engines.paged import Paged, PagedConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Metrics, RequestRecord
@@ -160,17 +160,13 @@ class Example:
     def static(self, length: int, *, seats: int) -> Contiguous:
         """Static batching with room for a batch of ``seats`` reservations of ``length`` tokens."""
         return Contiguous(
-            SchedulerConfig(
+            ContiguousConfig(
+                reservation="static",
                 num_gpu_blocks=seats * length,
-                block_size=1,
                 max_num_batched_tokens=seats * length,
                 max_num_seqs=seats,
                 max_model_len=length,
-                enable_prefix_caching=False,
-                enable_chunked_prefill=False,
-                null_blocks=0,
             ),
-            "static",
             watched=True,
         )
 

@@ -34,12 +34,19 @@ COMMANDS = {
     "--map --at-step 1200",
     "explain": "explain",
     **{f"explain-{topic}": f"explain {topic}" for topic in TOPICS},
+    "simulate-orca": "simulate bursts --limit 60 --engine orca-pow2 --num-gpu-blocks-override 2000",
+    "compare-engines": "compare bursts --engines vllm,static,orca-max,orca-pow2,orca-oracle "
+    "--num-gpu-blocks-override 4000 --max-model-len 12000 --limit 120 --jobs 1",
+    "compare-block-sizes": "compare chat --vary block-size=4,8,16,32,64 --num-gpu-blocks-override 1000 --limit 200 "
+    "--jobs 1",
+    "compare-cases": "compare chat --engines vllm,orca-max --case 'max-num-seqs=8 block-size=32' "
+    "--num-gpu-blocks-override 2000 --max-model-len 8192 --limit 50 --jobs 1",
     "check": "check capacity.yaml",
     "gpu": "gpus h100-80gb",
     "model": "models llama-2-13b",
 }
 CODES = {"size-does-not-fit": 1, "simulate-stuck": 1, "check": 1}
-HELP = ("", "size", "simulate", "check", "audit", "explain", "models", "gpus")
+HELP = ("", "size", "simulate", "compare", "check", "audit", "explain", "models", "gpus")
 
 #: Typer lays out the help texts; another version may do it otherwise.
 TYPER_OF_HELP = "0.29"

@@ -11,8 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvplan.core.buddy import BuddyAllocator, piece_size
 from kvplan.core.cost import constant, constant_decode
-from kvplan.core.engine import SchedulerConfig
-from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, Reservation
+from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, ContiguousConfig
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 from kvplan.core.simulate import StepRecord, run
@@ -87,39 +86,37 @@ TestBuddyMachine = BuddyMachine.TestCase
 
 
 @st.composite
-def scenarios(draw: st.DrawFn) -> tuple[SchedulerConfig, Reservation, list[Request]]:
+def scenarios(draw: st.DrawFn) -> tuple[ContiguousConfig, list[Request]]:
     longest = draw(st.integers(2, 20))
-    settings = SchedulerConfig(
+    settings = ContiguousConfig(
+        reservation=draw(st.sampled_from(RESERVATIONS)),
         num_gpu_blocks=draw(st.integers(longest, 90)),
-        block_size=1,
         max_num_batched_tokens=draw(st.integers(longest, 40)),
         max_num_seqs=draw(st.integers(1, 6)),
         max_model_len=longest,
-        enable_prefix_caching=False,
-        null_blocks=0,
     )
     requests = []
     now = 0
     for i in range(draw(st.integers(1, 14))):
         now += draw(st.integers(0, 4))
         requests.append(Request(f"r{i}", now, draw(st.integers(0, longest)), draw(st.integers(1, longest))))
-    return settings, draw(st.sampled_from(RESERVATIONS)), requests
+    return settings, requests
 
 
 @pytest.mark.parametrize("watched", [False, True])
 @given(scenarios())
 def test_every_request_ends_nothing_overlaps_and_all_is_free_at_the_end(
-    watched: bool, scenario: tuple[SchedulerConfig, Reservation, list[Request]]
+    watched: bool, scenario: tuple[ContiguousConfig, list[Request]]
 ) -> None:
-    settings, reservation, requests = scenario
+    settings, requests = scenario
     metrics = Metrics(
         num_gpu_blocks=settings.num_gpu_blocks,
         block_size=1,
         prefix_caching=False,
         seconds_per_tick=Fraction(1),
-        null_blocks=0,
+        usable_blocks=settings.usable_blocks,
     )
-    engine = Contiguous(settings, reservation, watched=watched)
+    engine = Contiguous(settings, watched=watched)
 
     def look(record: StepRecord) -> None:
         turn = record.turn
@@ -152,9 +149,9 @@ def test_every_request_ends_nothing_overlaps_and_all_is_free_at_the_end(
 
 @given(scenarios())
 def test_a_watched_run_decides_the_same(
-    scenario: tuple[SchedulerConfig, Reservation, list[Request]],
+    scenario: tuple[ContiguousConfig, list[Request]],
 ) -> None:
-    settings, reservation, requests = scenario
+    settings, requests = scenario
     found = []
     for watched in (False, True):
         metrics = Metrics(
@@ -162,9 +159,9 @@ def test_a_watched_run_decides_the_same(
             block_size=1,
             prefix_caching=False,
             seconds_per_tick=Fraction(1),
-            null_blocks=0,
+            usable_blocks=settings.usable_blocks,
         )
-        engine = Contiguous(settings, reservation, watched=watched)
+        engine = Contiguous(settings, watched=watched)
         run(requests, engine, constant(1), metrics, decode_price=constant_decode(1))
         found.append(
             (

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
 import pytest
 
 from kvplan.core.cost import constant, constant_decode
-from kvplan.core.engine import DecodeRun, SchedulerConfig
-from kvplan.core.engines.contiguous import Contiguous, Reservation, check_longest
+from kvplan.core.engine import DecodeRun
+from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig, Reservation
 from kvplan.core.metrics import KvFigures, Metrics
 from kvplan.core.request import Request
 from kvplan.core.simulate import StepRecord, run
-from kvplan.errors import DoesNotFit
+from kvplan.errors import DoesNotFit, InputError
 
 
-def config(slots: int, longest: int, *, seqs: int = 8, budget: int | None = None) -> SchedulerConfig:
-    return SchedulerConfig(
-        num_gpu_blocks=slots,
-        block_size=1,
-        max_num_batched_tokens=budget or max(longest, seqs),
-        max_num_seqs=seqs,
-        max_model_len=longest,
-        enable_prefix_caching=False,
-        enable_chunked_prefill=False,
-        null_blocks=0,
-    )
+def config(
+    slots: int,
+    longest: int,
+    *,
+    seqs: int = 8,
+    budget: int | None = None,
+    reservation: Reservation = "orca-max",
+) -> ContiguousConfig:
+    return ContiguousConfig(reservation, slots, budget or max(longest, seqs), seqs, longest)
 
 
 def request(name: str, prompt: int, output: int, arrival: int = 0) -> Request:
@@ -34,7 +33,7 @@ def request(name: str, prompt: int, output: int, arrival: int = 0) -> Request:
 
 
 def replay(
-    settings: SchedulerConfig, reservation: Reservation, requests: list[Request], *, watched: bool = False
+    settings: ContiguousConfig, reservation: Reservation, requests: list[Request], *, watched: bool = False
 ) -> tuple[list[StepRecord], Metrics]:
     """Every turn, at a tick a step, and the figures."""
     metrics = Metrics(
@@ -42,12 +41,12 @@ def replay(
         block_size=1,
         prefix_caching=False,
         seconds_per_tick=Fraction(1),
-        null_blocks=0,
+        usable_blocks=settings.usable_blocks,
     )
     records: list[StepRecord] = []
     outcome = run(
         requests,
-        Contiguous(settings, reservation, watched=watched),
+        Contiguous(replace(settings, reservation=reservation), watched=watched),
         constant(1),
         metrics,
         decode_price=constant_decode(1),
@@ -123,7 +122,7 @@ def test_a_static_batch_forms_from_those_who_wait_over_several_steps_if_prompts_
 )
 def test_each_reserves_its_own_way(reservation: Reservation, slots: int) -> None:
     # Of 25 output tokens the paper says that 32 are reserved (section 6.1).
-    engine = Contiguous(config(128, 64), reservation)
+    engine = Contiguous(config(128, 64, reservation=reservation))
     engine.add(request("a", 10, 25))
     assert engine.reserve(engine.waiting[0]) == slots
     engine.add(request("b", 50, 13))
@@ -173,7 +172,7 @@ def test_free_slots_count_as_holes_while_the_head_waits_for_a_piece() -> None:
 
 
 def test_what_no_pool_holds_is_turned_away_with_its_reason() -> None:
-    engine = Contiguous(config(24, 32, budget=20), "orca-oracle")
+    engine = Contiguous(config(24, 32, budget=20, reservation="orca-oracle"))
     assert engine.refusal(request("a", 10, 7)) == "reservation_exceeds_pool"  # a piece of 32 of 24 slots
     assert engine.refusal(request("a", 10, 6)) is None
     assert engine.refusal(request("a", 32, 1)) == "prompt_reaches_max_model_len"
@@ -182,11 +181,13 @@ def test_what_no_pool_holds_is_turned_away_with_its_reason() -> None:
 
 
 def test_an_engine_whose_longest_sequence_fits_no_piece_does_not_start() -> None:
-    check_longest("orca-max", config(24, 16))
-    check_longest("static", config(24, 24))
+    config(24, 16).check()
+    config(24, 24, reservation="static").check()
     with pytest.raises(DoesNotFit, match="largest in a pool of 24 slots is 16") as error:
-        check_longest("orca-max", config(24, 17))
+        config(24, 17).check()
     assert error.value.hint == "at most --max-model-len 16 fits"
+    with pytest.raises(InputError, match="splits no prompt: max_num_batched_tokens 15 must reach"):
+        config(24, 16, budget=15).check()
 
 
 @pytest.mark.parametrize("reservation", ["static", "orca-max", "orca-pow2", "orca-oracle"])

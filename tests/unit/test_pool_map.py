@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kvplan.core.cost import constant
 from kvplan.core.engine import Holding, PoolPicture, SchedulerConfig, Turn
-from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous
+from kvplan.core.engines.contiguous import RESERVATIONS, Contiguous, ContiguousConfig
 from kvplan.core.engines.paged import Paged, PagedConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Metrics
@@ -183,10 +183,8 @@ def test_the_map_of_the_papers_engine_counts_as_its_turns_do(
 def test_the_map_of_reservations_counts_as_turns_do(
     rows: list[tuple[int, int, int, int, int]], reservation: Any
 ) -> None:
-    config = SchedulerConfig(
-        128, 1, 64, 8, 32, enable_prefix_caching=False, enable_chunked_prefill=False, null_blocks=0
-    )
-    seen = settle(Contiguous(config, reservation, watched=True), make(rows, samples=False))
+    config = ContiguousConfig(reservation, 128, 64, 8, 32)
+    seen = settle(Contiguous(config, watched=True), make(rows, samples=False))
     agree(seen, 128)
     for turn, found in seen:
         assert not found.cells["shared"]

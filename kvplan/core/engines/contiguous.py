@@ -23,34 +23,85 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import Literal, get_args
+from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 from kvplan.core.buddy import BuddyAllocator, piece_size
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Holding, PoolPicture, SchedulerConfig, Turn
+from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn
 from kvplan.core.request import Request
-from kvplan.errors import DoesNotFit
+from kvplan.errors import DoesNotFit, InputError
 
 Reservation = Literal["static", "orca-max", "orca-pow2", "orca-oracle"]
 RESERVATIONS: tuple[Reservation, ...] = get_args(Reservation)
 
 
+@dataclass(frozen=True, slots=True)
+class ContiguousConfig:
+    """Settings, by vLLM's names where it has them. A block is one slot: the KV of a token in all layers."""
+
+    block_size: ClassVar[int] = 1
+    enable_prefix_caching: ClassVar[bool] = False
+
+    reservation: Reservation
+    num_gpu_blocks: int
+    max_num_batched_tokens: int
+    max_num_seqs: int
+    max_model_len: int
+
+    @property
+    def usable_blocks(self) -> int:
+        """All slots: none is kept out."""
+        return self.num_gpu_blocks
+
+    @property
+    def largest_place(self) -> int:
+        """Slots of the largest reservation that the pool ever holds."""
+        return largest_place(self.reservation, self.num_gpu_blocks)
+
+    def check(self) -> None:
+        """Refuse a batch without room for the longest prompt, and a pool that cannot hold the longest sequence.
+
+        Raises `InputError` for the one and `DoesNotFit` for the other.
+        """
+        if self.max_num_batched_tokens < self.max_model_len:
+            raise InputError(
+                f"engine {self.reservation} splits no prompt: max_num_batched_tokens {self.max_num_batched_tokens:,} "
+                f"must reach max_model_len {self.max_model_len:,}",
+                where="--max-num-batched-tokens",
+                hint="raise it, or lower --max-model-len",
+            )
+        if self.max_model_len > self.largest_place:
+            raise DoesNotFit(
+                f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs a contiguous "
+                f"piece, and the largest in a pool of {self.num_gpu_blocks:,} slots is {self.largest_place:,}",
+                where="--max-model-len",
+                hint=f"at most --max-model-len {self.largest_place} fits"
+                if self.largest_place
+                else "give the pool more memory",
+            )
+
+
+def largest_place(reservation: Reservation, slots: int) -> int:
+    """Slots of the largest reservation that a pool of ``slots`` ever holds: a buddy's pieces are powers of two."""
+    return slots if reservation == "static" else 1 << slots.bit_length() >> 1
+
+
 class Contiguous:
     """``add`` requests, then ``turn`` until ``is_idle``.
 
-    A block of ``config`` is one slot: the KV of a token. ``watched`` visits every sequence in every step and names it
-    in its `Turn`, for observers; decisions are the same.
+    ``watched`` visits every sequence in every step and names it in its `Turn`, for observers; decisions are the same.
     """
 
-    def __init__(self, config: SchedulerConfig, reservation: Reservation, *, watched: bool = False) -> None:
+    def __init__(self, config: ContiguousConfig, *, watched: bool = False) -> None:
         self.config = config
-        self.reservation: Reservation = reservation
+        self._is_static = config.reservation == "static"
         self.cohort = Cohort(1)
         #: Places of the batch, in order of admission; in a static batch those who are done too.
         self.running: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
         self.memory: BuddyAllocator | _Places = (
-            _Places(config) if reservation == "static" else BuddyAllocator(config.usable_blocks)
+            _Places(config.usable_blocks) if self._is_static else BuddyAllocator(config.usable_blocks)
         )
         self._starts: dict[Member, int] = {}
         self._watched = watched
@@ -114,7 +165,7 @@ class Contiguous:
         if request.input_tokens > self.config.max_num_batched_tokens:
             return "prompt_exceeds_max_num_batched_tokens"
         slots = self.reserve(Member(request, (0, 0), self.config.max_model_len))
-        if longest_place(self.reservation, self.config.usable_blocks) < slots:
+        if slots > self.config.largest_place:
             return "reservation_exceeds_pool"
         return None
 
@@ -129,10 +180,10 @@ class Contiguous:
 
     def reserve(self, member: Member) -> int:
         """Slots that a sequence must have before it joins."""
-        longest = self.config.max_model_len
-        if self.reservation in ("static", "orca-max"):
+        reservation, longest = self.config.reservation, self.config.max_model_len
+        if reservation in ("static", "orca-max"):
             return longest
-        if self.reservation == "orca-oracle":
+        if reservation == "orca-oracle":
             return member.max_tokens
         prompt = member.request.input_tokens
         return min(prompt + piece_size(member.max_tokens - prompt), longest)
@@ -236,7 +287,7 @@ class Contiguous:
             self._final_tokens += member.final_tokens
             self.running[member] = None
             turn.admitted.append(member)
-        if self.reservation == "static" and self.running:
+        if self._is_static and self.running:
             self._is_closed = True
 
     def _settle(self, turn: Turn[Member]) -> None:
@@ -263,7 +314,7 @@ class Contiguous:
             if member.decoding:
                 self.cohort.leave(member)
             self._final_tokens -= member.final_tokens
-        if self.reservation == "static":
+        if self._is_static:
             done = list(self.running) if self._is_closed and not self.cohort.size else []
             self._is_closed = self._is_closed and not done
         if self._watched:
@@ -287,8 +338,8 @@ class Contiguous:
 class _Places:
     """Places of ``max_model_len`` slots each: a sum, as all are equal. The face is the buddy allocator's."""
 
-    def __init__(self, config: SchedulerConfig) -> None:
-        self.free_slots = config.usable_blocks
+    def __init__(self, slots: int) -> None:
+        self.free_slots = slots
 
     def allocate(self, slots: int) -> int | None:
         """Take a place of so many slots and return its size; None if it is not free."""
@@ -304,20 +355,3 @@ class _Places:
     def lost_to_holes(self, slots: int) -> int:
         """None: equal places leave no hole between them."""
         return 0
-
-
-def longest_place(reservation: Reservation, slots: int) -> int:
-    """Slots of the largest reservation that a pool of ``slots`` ever holds: a buddy's pieces are powers of two."""
-    return slots if reservation == "static" else 1 << slots.bit_length() >> 1
-
-
-def check_longest(reservation: Reservation, config: SchedulerConfig) -> None:
-    """Refuse a pool that cannot hold one sequence of ``max_model_len``; raises `DoesNotFit`."""
-    longest = longest_place(reservation, config.usable_blocks)
-    if config.max_model_len > longest:
-        raise DoesNotFit(
-            f"the engine would not start: one sequence of max_model_len {config.max_model_len:,} needs a contiguous "
-            f"piece, and the largest in a pool of {config.usable_blocks:,} slots is {longest:,}",
-            where="--max-model-len",
-            hint=f"at most --max-model-len {longest} fits" if longest else "give the pool more memory",
-        )

@@ -221,19 +221,13 @@ class ContiguousRules(PagedRules):
         """Nothing is shared."""
         return False
 
-    def default_block_size(
-        self, caches: Sequence[Cache], kv_form: str, compute_capability: str | None
-    ) -> tuple[int, str]:
-        """A slot."""
-        return 1, ""
-
 
 class ContiguousPool(PagedPool):
     """Slots, of which each sequence gets one piece: what it reserves (section 6.1).
 
     That is the longest sequence served (``static``, ``orca-max``), or the piece of a buddy allocator that holds the
-    sequence (``orca-oracle``; ``orca-pow2`` reserves at least that, as its output is rounded up first). A block is a
-    slot, the KV of one token in all layers, unless a larger one is asked for.
+    sequence (``orca-oracle``; ``orca-pow2`` reserves at least that, as its output is rounded up first). Memory is
+    counted in blocks, so that a number of them is the same memory as in the other engines.
     """
 
     formulas = Formulas(
