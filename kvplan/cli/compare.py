@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     from kvplan.plots import Bar
 
 #: Options of `simulate` that are about one run alone.
-_OF_ONE_RUN = ("requests", "timeline", "events", "events_detail", "min_blocks", "profile")
+_OF_ONE_RUN = (
+    *("requests", "timeline", "events", "events_detail", "min_blocks", "profile"),
+    *("map", "at_step", "map_request"),
+)
 
 
 def register(app: typer.Typer) -> None:
