@@ -118,12 +118,18 @@ class SizeOptions(ServingOptions):
 
 @dataclass(slots=True, kw_only=True)
 class SimulateOptions(ServingOptions):
-    """Options of `simulate`. Times are seconds."""
+    """Options of `simulate`. Times are seconds, ``quantum`` is tokens, ``n`` the samples of each request."""
 
     model: str | None = None
     enable_chunked_prefill: bool | None = None
     long_prefill_token_threshold: int | None = None
     scheduling_policy: str | None = None
+    preemption_mode: str | None = None
+    victim: str | None = None
+    swap_space: str | int | None = None
+    num_cpu_blocks_override: int | None = None
+    quantum: int | None = None
+    n: int | None = None
     step_time: float | None = None
     format: str = "auto"
     limit: int | None = None
@@ -202,6 +208,8 @@ _POSITIVE = (
     "max_lora_rank",
     "block_size",
     "num_gpu_blocks_override",
+    "quantum",
+    "n",
     "max_num_seqs",
     "max_num_batched_tokens",
     "limit",
@@ -209,8 +217,13 @@ _POSITIVE = (
 #: The plain engine keeps several numbers for each block.
 _MAX_BLOCKS = 10**8
 _POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
+#: Samples of a request: an engine visits each.
+MAX_SAMPLES = 1024
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10
+
+
+_MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "num_cpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
 
 
 def flag(name: str) -> str:
@@ -231,7 +244,7 @@ def check_options(options: ServingOptions) -> None:
                     where=flag(item.name),
                     hint="write a number such as 4096",
                 )
-            most = _MAX_BLOCKS if item.name == "num_gpu_blocks_override" else _MAX_COUNT
+            most = _MOST.get(item.name, _MAX_COUNT)
             if not 0 < value <= most:
                 raise InputError(
                     f"{value} is out of range",
@@ -257,13 +270,33 @@ def check_options(options: ServingOptions) -> None:
             where="--gpu-memory-utilization",
             hint="write a share above 0 and up to 1",
         )
-    for name, known in (("margin", ("low", "mid", "high")), ("scheduling_policy", ("fcfs", "priority"))):
+    cpu_blocks = getattr(options, "num_cpu_blocks_override", None)
+    if cpu_blocks is not None and not 0 <= cpu_blocks <= _MAX_BLOCKS:
+        raise InputError(
+            f"{cpu_blocks} is out of range",
+            where="--num-cpu-blocks-override",
+            hint=f"write a number from 0 to {_MAX_BLOCKS:,}",
+        )
+    engine = parse_engine(options.engine)
+    of_paged = engine.name == "paged"
+    for name, what, known in (
+        ("margin", "margin", ("low", "mid", "high")),
+        (
+            "scheduling_policy",
+            f"scheduling policy of engine {engine.name}",
+            ("fcfs", "priority", "round-robin") if of_paged else ("fcfs", "priority"),
+        ),
+        (
+            "preemption_mode",
+            f"preemption mode of engine {engine.name}",
+            ("recompute", "swap") if of_paged else ("recompute",),
+        ),
+        ("victim", "rule for victims", ("most-generated", "last-come")),
+    ):
         value = getattr(options, name, None)
         if value is not None and value not in known:
-            what = "no margin" if name == "margin" else "no scheduling policy of engine vllm"
-            choices = f"{', '.join(known[:-1])} or {known[-1]}"
-            raise InputError(f'"{value}" is {what}', where=flag(name), hint=f"choose {choices}")
-    parse_engine(options.engine)
+            choices = " or ".join(filter(None, [", ".join(known[:-1]), known[-1]]))
+            raise InputError(f'"{value}" is no {what}', where=flag(name), hint=f"choose {choices}")
 
 
 class Engine(NamedTuple):
@@ -300,7 +333,7 @@ def read_option(kind: type[ServingOptions], name: str, text: str) -> object:
     Numbers may be written as vLLM reads them (``32k``), switches as ``true`` or ``false``.
     """
     kinds, where = kind.kinds(name), flag(name)
-    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes") and text != "auto":
+    if int in kinds and name not in ("gpu_memory", "kv_cache_memory_bytes", "swap_space") and text != "auto":
         return parse_count(text, where=where)
     if float in kinds:
         try:

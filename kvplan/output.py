@@ -194,6 +194,12 @@ class EventWriter:
             line["free_blocks_end"] = turn.free_blocks_end
             line["running"] = turn.running
             line["waiting"] = turn.waiting
+            moved = (
+                ("copied_blocks", turn.work.copied_blocks),
+                ("swapped_out_blocks", turn.work.swapped_out_blocks),
+                ("swapped_in_blocks", turn.work.swapped_in_blocks),
+            )
+            line.update((name, blocks) for name, blocks in moved if blocks)
             if self._detail:
                 if turn.new_blocks:
                     line["blocks"] = {s.id: blocks for s, blocks in turn.new_blocks.items()}

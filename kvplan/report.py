@@ -917,9 +917,14 @@ def _simulate_headline(result: SimulateResult) -> str:
     if simulation["scheduler_version"] is None:
         return f"{what}, engine {simulation['engine']} ({simulation['verified']})"
     return (
-        f"{what}, vLLM {simulation['scheduler_version']} scheduler, "
+        f"{what}, {_scheduler(result)} scheduler, "
         f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
     )
+
+
+def _scheduler(result: SimulateResult) -> str:
+    engine, version = result.simulation["engine"], result.simulation["scheduler_version"]
+    return f"vLLM {version}" if engine == "vllm" else f"{engine} ({version})"
 
 
 def _compare_headline(result: SimulateResult, varied: Collection[str]) -> str:
@@ -1005,11 +1010,19 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
             if cache.enabled
             else "off",
         ),
+    ]
+    if cache.copied_blocks:
+        rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
+    rows.append(
         (
             "preemptions",
             f"{pre.events:,} of {pre.requests:,} requests; {pre.recomputed_tokens:,} tokens computed again",
-        ),
-    ]
+        )
+    )
+    if pre.swapped_out_blocks:
+        rows.append(
+            ("swapped", f"{pre.swapped_out_blocks:,} blocks to the CPU, {pre.swapped_in_blocks:,} back")
+        )
     if result.goodput is not None:
         slo = result.goodput.slo
         goals = [

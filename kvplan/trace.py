@@ -32,6 +32,7 @@ FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 _MAX_TOKENS = 10**9
 _MAX_BLOCKS = 10**8
 _MAX_ARRIVAL_S = 10**10
+_MAX_SAMPLES = 1024
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _KVPLAN_KEYS = frozenset(
@@ -41,6 +42,7 @@ _KVPLAN_KEYS = frozenset(
         "input_tokens",
         "output_tokens",
         "priority",
+        "n",
         "content",
         "hash_ids",
         "hash_block_size",
@@ -101,6 +103,7 @@ class TraceStream:
         rate_scale: Fraction,
         skip_bad_lines: bool,
         reorder: int | None,
+        samples: int | None = None,
         step_numbered: bool = False,
         scenario: SchedulerConfig | None = None,
     ) -> None:
@@ -118,6 +121,7 @@ class TraceStream:
         self._rate_scale = rate_scale
         self._skip_bad_lines = skip_bad_lines
         self._reorder = reorder
+        self._samples = samples
         self._first: int | None = None
         self._last = 0
 
@@ -154,12 +158,14 @@ class TraceStream:
             moved = request
             if origin or top != bottom:
                 moved = request._replace(arrival=(request.arrival - origin) * bottom // top)
+            if self._samples is not None:
+                moved = moved._replace(samples=self._samples)
             if self._first is None:
                 self._first = moved.arrival
             self._last = moved.arrival
             self.count += 1
             self.input_tokens += moved.input_tokens
-            self.output_tokens += moved.output_tokens
+            self.output_tokens += moved.output_tokens * moved.samples
             yield moved
         if self._first is None:
             raise InputError(
@@ -301,11 +307,13 @@ def open_trace(
     rate_scale: Fraction = Fraction(1),
     skip_bad_lines: bool = False,
     reorder: int | None = _REORDER,
+    samples: int | None = None,
 ) -> TraceStream:
     """Open a trace: a file, a shipped workload's name or ``-`` (standard input).
 
-    ``limit`` keeps the first requests of the file, ``rate_scale`` 2 makes them arrive twice as fast. Raises
-    `InputError` for what the beginning of the file tells.
+    ``limit`` keeps the first requests of the file, ``rate_scale`` 2 makes them arrive twice as fast, ``samples``
+    gives each request so many answers, whatever the file says. Raises `InputError` for what the beginning of the
+    file tells.
     """
     if format not in ("auto", *FORMATS):
         raise unknown_name("trace format", format, ("auto", *FORMATS), where="--format")
@@ -337,6 +345,7 @@ def open_trace(
         rate_scale=rate_scale,
         skip_bad_lines=skip_bad_lines,
         reorder=reorder,
+        samples=samples,
         step_numbered=format == "scenario",
         scenario=scenario,
     )
@@ -352,6 +361,8 @@ def to_json_line(request: Request) -> str:
     }
     if request.priority:
         row["priority"] = request.priority
+    if request.samples > 1:
+        row["n"] = request.samples
     if request.content:
         row["content"] = [list(segment) for segment in request.content]
     return json.dumps(row, separators=(",", ":"))
@@ -523,6 +534,7 @@ def _kvplan_row(text: str, number: int) -> Request:
         _tokens(row.get("input_tokens"), "input_tokens"),
         _tokens(row.get("output_tokens"), "output_tokens"),
         _whole(row.get("priority", 0), "priority"),
+        samples=_samples(row.get("n", 1)),
     )
     if "content" in row and "hash_ids" in row:
         raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
@@ -777,6 +789,13 @@ def _tokens(value: object, field: str) -> int:
     number = _whole(value, field)
     if not 0 < number <= _MAX_TOKENS:
         raise _BadLine(f"{field} is {number}, not a number from 1 to {_MAX_TOKENS:,}")
+    return number
+
+
+def _samples(value: object) -> int:
+    number = _whole(value, "n")
+    if not 0 < number <= _MAX_SAMPLES:
+        raise _BadLine(f"n is {number}, not a number from 1 to {_MAX_SAMPLES:,}")
     return number
 
 

@@ -79,7 +79,36 @@ def simulate(
     ] = None,
     scheduling_policy: Annotated[
         str | None,
-        typer.Option("--scheduling-policy", metavar="fcfs|priority", help="Who goes first (fcfs)."),
+        typer.Option(
+            "--scheduling-policy", metavar="fcfs|priority|round-robin", help="Who goes first (fcfs)."
+        ),
+    ] = None,
+    preemption_mode: Annotated[
+        str | None,
+        typer.Option(
+            "--preemption-mode", metavar="recompute|swap", help="What becomes of a victim (the engine's)."
+        ),
+    ] = None,
+    victim: Annotated[
+        str | None,
+        typer.Option(
+            "--victim", metavar="most-generated|last-come", help="Of engine paged (most-generated)."
+        ),
+    ] = None,
+    swap_space: Annotated[
+        str | None,
+        typer.Option("--swap-space", metavar="SIZE", help="CPU memory for each GPU, engine paged (4GiB)."),
+    ] = None,
+    num_cpu_blocks_override: Annotated[
+        str | None,
+        typer.Option("--num-cpu-blocks-override", metavar="N", help="Blocks on the CPU, instead of a size."),
+    ] = None,
+    quantum: Annotated[
+        str | None,
+        typer.Option("--quantum", metavar="TOKENS", help="A turn's length in round-robin (64)."),
+    ] = None,
+    n: Annotated[
+        str | None, typer.Option("--n", metavar="N", help="Samples of each request (as the trace says).")
     ] = None,
     step_time: Annotated[
         str | None,
@@ -148,7 +177,7 @@ def simulate(
     profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
     json: shared.Json = False,
 ) -> None:
-    """Replay a trace through vLLM's scheduler, block pool and prefix cache."""
+    """Replay a trace through an engine's scheduler, block pool and prefix cache (vLLM's)."""
     from kvplan.jobs.min_blocks import find_min_blocks, parse_goal
     from kvplan.jobs.simulate import Simulation
     from kvplan.options import SimulateOptions

@@ -75,15 +75,6 @@ def cut(segments: Iterable[Segment], start: int, end: int) -> list[Segment]:
     return pieces
 
 
-def hash_block(parent: BlockHash, pieces: Iterable[Segment]) -> BlockHash:
-    """The hash of a block, or of its beginning, that holds ``pieces`` and follows what ``parent`` names.
-
-    Of a full block it is the one that `block_hashes` gives.
-    """
-    text = "".join(f"{len(p.stream)}:{p.stream}@{p.start}+{p.length};" for p in pieces)
-    return blake2b(parent + text.encode(), digest_size=16).digest()
-
-
 #: (stream, start, length), as a `Segment` but made faster.
 Piece = tuple[str, int, int]
 

@@ -7,10 +7,12 @@ cached blocks, copy-on-write, a pool on the CPU to which whole groups move.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Container, Iterable, Iterator
+from hashlib import blake2b
 from typing import NamedTuple
 
-from kvplan.core.content import BlockHash, block_hashes, cut, hash_block
+from kvplan.core.content import Run, content_runs, cut
 from kvplan.core.request import Segment
 
 #: Marks a block that nobody uses but whose content is kept.
@@ -31,7 +33,7 @@ class BlockError(Exception):
 
 
 class BlockAllocator:
-    """``num_blocks`` equal blocks with counts of users. Each call is O(1); memory grows with the blocks ever used.
+    """``num_blocks`` equal blocks with counts of users. O(1) a block; memory grows with the blocks ever used.
 
     A block is free, held by 1 or more users, or kept: nobody uses it, and it is not free until `reclaim`.
     """
@@ -67,17 +69,22 @@ class BlockAllocator:
         """Whether a block is without users, but not free."""
         return self._state(block) == _KEPT
 
-    def allocate(self) -> int:
-        """A block with one user; the one freed last goes first. Raises `OutOfBlocks`."""
-        if self._returned:
-            block = self._returned.pop()
+    def allocate(self, count: int = 1) -> list[int]:
+        """So many blocks with one user each; those freed last go first. Raises `OutOfBlocks`."""
+        if count > self.free:
+            raise OutOfBlocks(count, self.free)
+        again = min(count, len(self._returned))
+        taken = self._returned[len(self._returned) - again :]
+        del self._returned[len(self._returned) - again :]
+        taken.reverse()
+        for block in taken:
             self._users[block] = 1
-            return block
-        block = len(self._users)
-        if block >= self.num_blocks:
-            raise OutOfBlocks(1, 0)
-        self._users.append(1)
-        return block
+        new = count - again
+        if new:
+            first = len(self._users)
+            self._users.extend([1] * new)
+            taken.extend(range(first, first + new))
+        return taken
 
     def hold(self, block: int) -> None:
         """Add a user to a block that is held or kept. Raises `BlockError` for a free one."""
@@ -90,23 +97,29 @@ class BlockAllocator:
         self.shared += users == 1
         self._users[block] = users + 1
 
-    def release(self, block: int, *, keep: bool = False) -> int:
-        """Take a user from a block and give how many are left; without any it is free, or kept.
+    def release(self, blocks: Iterable[int], keep: Container[int] = ()) -> list[int]:
+        """Take a user from each block; without any it is free, or kept if it is in ``keep``. Returns those kept.
 
-        Raises `BlockError` for a block that nobody holds.
+        Raises `BlockError` for a block that nobody holds, after releasing those before it.
         """
-        users = self._state(block) - 1
-        if users < 0:
-            raise BlockError(f"block {block} is freed twice")
-        self._users[block] = users
-        if users == 1:
-            self.shared -= 1
-        elif users == 0 and keep:
-            self._users[block] = _KEPT
-            self.kept += 1
-        elif users == 0:
-            self._returned.append(block)
-        return users
+        users, returned = self._users, self._returned
+        kept: list[int] = []
+        for block in blocks:
+            if not 0 <= block < len(users) or users[block] <= 0:
+                self._state(block)
+                raise BlockError(f"block {block} is freed twice")
+            left = users[block] - 1
+            users[block] = left
+            if left == 1:
+                self.shared -= 1
+            elif left == 0:
+                if block in keep:
+                    users[block] = _KEPT
+                    kept.append(block)
+                else:
+                    returned.append(block)
+        self.kept += len(kept)
+        return kept
 
     def reclaim(self, block: int) -> None:
         """Make a kept block free. Raises `BlockError` for any other."""
@@ -167,137 +180,160 @@ class Hit(NamedTuple):
 NO_HIT = Hit([], None, 0)
 
 
-class _Entry(NamedTuple):
-    """``key`` names the first ``tokens`` tokens of a block and all before it; ``parent`` what is before it."""
+#: A full block, or the beginning of one, and all before it: equal names mean equal prefixes.
+Name = int
 
-    key: BlockHash
-    parent: BlockHash
-    tokens: int
+#: Names of a run's blocks are consecutive; no run has more.
+_RUN_BITS = 48
 
 
-class Keys:
-    """The names of a content's blocks, made as they are asked for, once each: linear in the content.
+class Names:
+    """The names of a content's blocks. O(segments) digests and O(1) a block.
 
-    A name covers a block and all before it, so equal names mean equal prefixes.
+    Blocks that go on in one stream are a run: its first block and all before it are digested (128 bits: two of 10^9
+    different ones collide with a chance below 10^-20), the others count on from there.
     """
 
     def __init__(self, content: tuple[Segment, ...], block_size: int) -> None:
         self.content = content
         self.block_size = block_size
-        self._full: list[BlockHash] = []
-        self._later = block_hashes(content, block_size)
+        self._full: list[Name] = []
+        self._runs: Iterator[Run] | None = None  # made when needed: many wait long before
 
-    def full(self, block: int) -> BlockHash:
-        """The name of a full block, which the content must have."""
-        while block >= len(self._full):
-            self._full.append(next(self._later))
-        return self._full[block]
+    def full(self, start: int, end: int) -> list[Name]:
+        """Of the full blocks ``start .. end-1``, which the content must have."""
+        names = self._full
+        if self._runs is None:
+            self._runs = iter(content_runs(self.content, self.block_size))
+        while end > len(names):
+            run = next(self._runs)
+            before = names[-1] if names else 0
+            first = _digest(before, run.key) << _RUN_BITS
+            names.extend(range(first, first + run.end - run.first))
+        return names[start:end]
 
-    def parent(self, block: int) -> BlockHash:
-        """The name of what lies before a block."""
-        return self.full(block - 1) if block else b""
+    def before(self, block: int) -> Name:
+        """Of what lies before a block; 0 for the first."""
+        return self.full(block - 1, block)[0] if block else 0
 
-    def part(self, block: int, tokens: int) -> BlockHash:
-        """The name of the first ``tokens`` tokens of a block, with all before."""
-        return next(self.parts(block, [tokens]))
-
-    def parts(self, block: int, lengths: Iterable[int]) -> Iterator[BlockHash]:
-        """`part` for several lengths; the content is gone through once."""
+    def parts(self, block: int, lengths: Iterable[int]) -> Iterator[Name]:
+        """Of the beginnings of a block of these lengths, each less than a block. O(segments) and O(1) a length."""
         start = block * self.block_size
         pieces = cut(self.content, start, start + self.block_size)
         for tokens in lengths:
-            yield hash_block(self.parent(block), cut(pieces, 0, tokens))
+            yield _digest(self.before(block), cut(pieces, 0, tokens))
+
+
+def _digest(before: Name, pieces: Iterable[tuple[str, int, int]]) -> int:
+    # Lengths first and an end to each number: no name can imitate another, or several pieces.
+    text = "".join(f"{len(stream)}:{stream}@{start}+{length};" for stream, start, length in pieces)
+    return int.from_bytes(blake2b(f"{before};{text}".encode(), digest_size=16).digest(), "big")
+
+
+class _Part(NamedTuple):
+    """``name`` is of the first ``tokens`` tokens of a block and all before it, ``before`` of the latter alone."""
+
+    name: Name
+    before: Name
+    tokens: int
 
 
 class PrefixCache:
-    """Which blocks hold the beginnings of contents, whole blocks and a last one that is filled in part.
+    """Which blocks hold the beginnings of contents: full ones, and last ones that are filled in part.
 
-    A block has one entry for each length at which it was stored. Of blocks with equal content one is kept. Those that
-    nobody uses are listed, the one whose last user left first going first.
+    Of blocks with equal content one is stored. Those that nobody uses are listed, the one whose last user left first
+    going first.
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[BlockHash, int] = {}
-        self._entries: dict[int, list[_Entry]] = {}
-        #: Under a parent, how many entries of each length less than a block there are.
-        self._parts: dict[BlockHash, dict[int, int]] = {}
-        self._idle: dict[int, None] = {}
+        self._blocks: dict[Name, int] = {}
+        #: By block: its name if it is full, and its beginnings that were stored.
+        self._full: dict[int, Name] = {}
+        self._parts: dict[int, list[_Part]] = {}
+        #: How many beginnings of each length are stored that follow what a name stands for.
+        self._lengths: dict[Name, dict[int, int]] = {}
+        self._idle: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._entries
+    def __contains__(self, block: object) -> bool:
+        return block in self._full or block in self._parts
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._full.keys() | self._parts.keys())
 
     @property
     def idle(self) -> Iterator[int]:
         """Blocks without users, the next to be evicted first."""
         return iter(self._idle)
 
-    def find(self, keys: Keys, length: int, most: int) -> Hit:
+    def find(self, names: Names, length: int, most: int) -> Hit:
         """The longest stored beginning of the first ``length`` tokens of a content, cut at ``most``.
 
-        O(blocks found + block size): one name a block, and one for each stored length of the last.
+        O(blocks of the content + lengths stored for the block after those found), at most a block's.
         """
-        size = keys.block_size
+        size = names.block_size
         blocks: list[int] = []
-        while (len(blocks) + 1) * size <= length:
-            block = self._blocks.get(keys.full(len(blocks)))
+        for name in names.full(0, length // size):
+            block = self._blocks.get(name)
             if block is None:
                 break
             blocks.append(block)
         found = len(blocks) * size
         if found > most:
-            usable = most // size
-            tail = blocks[usable] if most % size else None
-            return Hit(blocks[:usable], tail, most % size)
-        stored = self._parts.get(keys.parent(len(blocks)))
+            usable, tokens = divmod(most, size)
+            return Hit(blocks[:usable], blocks[usable] if tokens else None, tokens)
+        stored = self._lengths.get(names.before(len(blocks)))
         room = min(length, most) - found
         if not stored or not room:
             return Hit(blocks, None, 0)
         # One that is longer than what may be used will do as well.
         lengths = sorted((tokens for tokens in stored if tokens <= length - found), reverse=True)
-        for tokens, key in zip(lengths, keys.parts(len(blocks), lengths), strict=True):
-            block = self._blocks.get(key)
+        for tokens, name in zip(lengths, names.parts(len(blocks), lengths), strict=True):
+            block = self._blocks.get(name)
             if block is not None:
                 return Hit(blocks, block, min(tokens, room))
         return Hit(blocks, None, 0)
 
-    def enter(self, block: int, key: BlockHash, parent: BlockHash, tokens: int, *, is_full: bool) -> None:
-        """Store what a block's first ``tokens`` tokens are; nothing, if another block holds the same."""
-        if key in self._blocks:
+    def enter(self, blocks: Iterable[int], names: Iterable[Name]) -> None:
+        """Store full blocks by their names; nothing, where another block holds the same."""
+        known, full = self._blocks, self._full
+        for block, name in zip(blocks, names, strict=True):
+            if name not in known:
+                known[name] = block
+                full[block] = name
+
+    def enter_part(self, block: int, name: Name, before: Name, tokens: int) -> None:
+        """Store what a block's first ``tokens`` tokens are; nothing, where another block holds the same."""
+        if name in self._blocks:
             return
-        self._blocks[key] = block
-        self._entries.setdefault(block, []).append(_Entry(key, parent, 0 if is_full else tokens))
-        if not is_full:
-            lengths = self._parts.setdefault(parent, {})
-            lengths[tokens] = lengths.get(tokens, 0) + 1
+        self._blocks[name] = block
+        self._parts.setdefault(block, []).append(_Part(name, before, tokens))
+        lengths = self._lengths.setdefault(before, {})
+        lengths[tokens] = lengths.get(tokens, 0) + 1
 
-    def forget(self, block: int) -> None:
-        """Drop all that is stored about a block."""
-        for entry in self._entries.pop(block):
-            del self._blocks[entry.key]
-            if entry.tokens:
-                lengths = self._parts[entry.parent]
-                lengths[entry.tokens] -= 1
-                if not lengths[entry.tokens]:
-                    del lengths[entry.tokens]
-                if not lengths:
-                    del self._parts[entry.parent]
-        self._idle.pop(block, None)
-
-    def lay_by(self, block: int) -> None:
-        """List a block as used by nobody, as the last to be evicted."""
-        self._idle.pop(block, None)
-        self._idle[block] = None
+    def lay_by(self, blocks: Iterable[int]) -> None:
+        """List blocks as used by nobody, the last of them as the last to be evicted."""
+        for block in blocks:
+            self._idle[block] = None
 
     def take_up(self, block: int) -> None:
         """A block has a user again."""
         self._idle.pop(block, None)
 
-    def oldest(self) -> int:
-        """The block to be evicted next."""
-        return next(iter(self._idle))
+    def evict(self) -> int:
+        """Drop all that is stored about the block whose last user left first; returns it. One must be listed."""
+        block, _ = self._idle.popitem(last=False)
+        name = self._full.pop(block, None)
+        if name is not None:
+            del self._blocks[name]
+        for part in self._parts.pop(block, ()):
+            del self._blocks[part.name]
+            lengths = self._lengths[part.before]
+            lengths[part.tokens] -= 1
+            if not lengths[part.tokens]:
+                del lengths[part.tokens]
+            if not lengths:
+                del self._lengths[part.before]
+        return block
 
 
 class PagedMemory:
@@ -337,9 +373,8 @@ class PagedMemory:
         if count > self.free:
             raise OutOfBlocks(count, self.free)
         self.pledged += count
-        while self.pledged > self.gpu.free:
-            block = self.cache.oldest()
-            self.cache.forget(block)
+        for _ in range(self.pledged - self.gpu.free):
+            block = self.cache.evict()
             self.gpu.reclaim(block)
             self.evicted.append(block)
 
@@ -347,8 +382,7 @@ class PagedMemory:
         """Append to a table blocks that were set aside."""
         assert count <= self.pledged, "so many were set aside"
         self.pledged -= count
-        for _ in range(count):
-            table.append(self.gpu.allocate())
+        table.blocks += self.gpu.allocate(count)
 
     def grow(self, table: BlockTable, count: int) -> None:
         """Append so many new blocks to a table. Raises `OutOfBlocks`."""
@@ -362,7 +396,7 @@ class PagedMemory:
             raise OutOfBlocks(needed, self.free)
         self._hold(tail)  # so that it is not the one evicted for its copy
         self.grow(table, 1)
-        self._release(tail)
+        self._release([tail])
 
     def share(self, blocks: Iterable[int]) -> BlockTable:
         """A table of blocks that others use, or that the cache keeps."""
@@ -388,29 +422,27 @@ class PagedMemory:
             return False
         self.grow(table, 1)
         copy = table.blocks.pop()
-        self._release(table.blocks[-1])
+        self._release([table.blocks[-1]])
         table.blocks[-1] = copy
         return True
 
     def release(self, table: BlockTable) -> None:
         """Give up all blocks of a table, the last first, so that beginnings stay cached the longest."""
-        while table.blocks:
-            self._release(table.blocks.pop())
+        self._release(reversed(table.blocks))
+        table.blocks = []
 
     # Prefixes
 
-    def store(self, table: BlockTable, keys: Keys, start: int, end: int) -> None:
+    def store(self, table: BlockTable, names: Names, start: int, end: int) -> None:
         """Make the full blocks ``start .. end-1`` of a table findable."""
-        for i in range(start, end):
-            self.cache.enter(table.blocks[i], keys.full(i), keys.parent(i), self.block_size, is_full=True)
+        self.cache.enter(table.blocks[start:end], names.full(start, end))
 
-    def store_tail(self, table: BlockTable, keys: Keys, tokens: int) -> None:
+    def store_tail(self, table: BlockTable, names: Names, tokens: int) -> None:
         """Make the last, partly filled block of a table of so many tokens findable; nothing where none is."""
         block, part = divmod(tokens, self.block_size)
         if part:
-            self.cache.enter(
-                table.blocks[block], keys.part(block, part), keys.parent(block), part, is_full=False
-            )
+            (name,) = names.parts(block, [part])
+            self.cache.enter_part(table.blocks[block], name, names.before(block), part)
 
     # The CPU pool
 
@@ -423,7 +455,7 @@ class PagedMemory:
         distinct = dict.fromkeys(block for table in tables for block in table.blocks)
         if len(distinct) > self.cpu.free:
             return None
-        moved = {block: self.cpu.allocate() for block in distinct}
+        moved = dict(zip(distinct, self.cpu.allocate(len(distinct)), strict=True))
         for table in tables:
             there = [moved[block] for block in table.blocks]
             self.release(table)
@@ -438,8 +470,7 @@ class PagedMemory:
         self.grow(fresh, len(distinct))
         moved = dict(zip(distinct, fresh.blocks, strict=True))
         for table in tables:
-            for block in table.blocks:
-                self.cpu.release(block)
+            self.cpu.release(table.blocks)
             table.blocks = [moved[block] for block in table.blocks]
         self._count_users(self.gpu, tables)
         return len(moved)
@@ -458,7 +489,5 @@ class PagedMemory:
         self.gpu.hold(block)
         self.cache.take_up(block)
 
-    def _release(self, block: int) -> None:
-        known = block in self.cache
-        if not self.gpu.release(block, keep=known) and known:
-            self.cache.lay_by(block)
+    def _release(self, blocks: Iterable[int]) -> None:
+        self.cache.lay_by(self.gpu.release(blocks, keep=self.cache))

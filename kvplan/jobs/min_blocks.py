@@ -95,7 +95,8 @@ def find_min_blocks(
             else:
                 if result.simulation["status"] == "interrupted":
                     raise KeyboardInterrupt
-                tried[blocks] = result.simulation["status"] == "done" and goal.met(result)
+                all_served = result.requests.rejected == endless.requests.rejected
+                tried[blocks] = result.simulation["status"] == "done" and all_served and goal.met(result)
         return tried[blocks]
 
     endless = Simulation(source, options, origins, num_gpu_blocks=_UNBOUNDED).run()

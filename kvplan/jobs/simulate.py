@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Literal, NamedTuple, cast
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
@@ -28,7 +29,8 @@ from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
 from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
-from kvplan.core.request import PICOSECONDS, seconds
+from kvplan.core.request import PICOSECONDS, Request, Segment, seconds
+from kvplan.core.simulate import Engine as TurningEngine
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
@@ -41,9 +43,13 @@ from kvplan.options import (
     flag,
     parse_engine,
     settings_dict,
+    size_in_bytes,
 )
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import TraceStream, open_trace
+
+if TYPE_CHECKING:
+    from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
@@ -53,8 +59,13 @@ DEFAULT_STEP_TIME = 0.02
 #: Version of vLLM whose scheduler rules the engine follows.
 SCHEDULER_VERSION = "0.33.0"
 
+#: What the CPU pool of engine paged may take on each GPU: the default of vLLM 0.1 (``--swap-space 4``).
+DEFAULT_SWAP_SPACE = 4 * 2**30
+#: Tokens after which a sequence lets others go on, in round-robin.
+DEFAULT_QUANTUM = 64
+
 #: Settings of an engine that can be simulated.
-EngineConfig = SchedulerConfig | ContiguousConfig
+EngineConfig: TypeAlias = "SchedulerConfig | ContiguousConfig | PagedConfig"
 
 
 class MapWish(NamedTuple):
@@ -165,7 +176,7 @@ class SimulateResult:
 def simulate(
     trace: str | os.PathLike[str], *, map: MapWish | None = None, **options: object
 ) -> SimulateResult:
-    """Replay a trace file, a shipped workload or ``-`` through the vLLM scheduler and block pool.
+    """Replay a trace file, a shipped workload or ``-`` through an engine's scheduler and its KV pool.
 
     ``options`` are the fields of `SimulateOptions`; ``map`` asks for a map of the pool. Raises `InputError` for
     wrong input and `DoesNotFit` if the engine would not start.
@@ -203,6 +214,7 @@ class Simulation:
             limit=options.limit,
             rate_scale=_exact(options.rate_scale) if options.rate_scale else Fraction(1),
             skip_bad_lines=options.skip_bad_lines,
+            samples=options.n,
         )
         try:
             self._plan = _plan(self.trace, options, origins)
@@ -249,7 +261,8 @@ class Simulation:
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers or map is not None else "fast")
-        engine = _make_engine(plan.config, path)
+        engine = _make_engine(plan.engine, plan.config, path)
+        has_samples = _SCHEDULERS[plan.engine.name].has_samples
         fullest: FullestStep | None = None
         if map is not None:
             assert isinstance(engine, Pictured), "watched engines can be drawn"
@@ -269,7 +282,7 @@ class Simulation:
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace,
+                trace if has_samples else _one_request_a_sample(trace),
                 engine,
                 plan.price,
                 metrics,
@@ -326,10 +339,10 @@ def _result(
         simulation={
             "engine": plan.engine.name,
             "engine_version": plan.engine.version,
-            "scheduler_version": SCHEDULER_VERSION if plan.engine.name == "vllm" else None,
+            "scheduler_version": _SCHEDULERS[plan.engine.name].version,
             "engine_path": path,
             "async_scheduling": False,
-            "verified": "golden" if plan.engine.name == "vllm" else "approximated",
+            "verified": _SCHEDULERS[plan.engine.name].verified,
             "status": status,
             "reason": reason,
         },
@@ -352,21 +365,29 @@ def _result(
     )
 
 
-#: Why an engine turns away what would block its queue for ever.
-_TOO_LARGE = ("reservation_exceeds_pool", "prompt_exceeds_max_num_batched_tokens")
-
-
 def _request_warnings(counts: figures.RequestCounts, trace: TraceStream, config: EngineConfig) -> list[str]:
     warnings = []
     if trace.skipped_lines:
         warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
-    too_large = sum(counts.reject_reasons.get(reason, 0) for reason in _TOO_LARGE)
-    if too_large:
-        warnings.append(f"{too_large:,} requests were turned away: no pool or batch of this size holds them")
-    if counts.rejected > too_large:
+    reasons = dict(counts.reject_reasons)
+    for reason, why in (
+        ("needs_more_blocks_than_the_pool", f"alone they need more than the {config.usable_blocks:,} blocks"),
+        (
+            "more_samples_than_max_num_seqs",
+            f"they have more samples than --max-num-seqs {config.max_num_seqs:,}",
+        ),
+        ("reservation_exceeds_pool", "no place in the pool is as large as what they reserve"),
+        (
+            "prompt_exceeds_max_num_batched_tokens",
+            f"their prompt exceeds --max-num-batched-tokens {config.max_num_batched_tokens:,}",
+        ),
+    ):
+        if reason in reasons:
+            warnings.append(f"{reasons.pop(reason):,} requests were turned away: {why}")
+    if reasons:
         warnings.append(
-            f"{counts.rejected - too_large:,} requests were turned away: their prompt is empty or reaches "
-            f"max_model_len {config.max_model_len:,}"
+            f"{sum(reasons.values()):,} requests were turned away: their prompt is empty or reaches max_model_len "
+            f"{config.max_model_len:,}"
         )
     if counts.truncated:
         warnings.append(
@@ -392,19 +413,9 @@ class _Plan:
     engine: Engine
 
 
-def _make_engine(config: EngineConfig, path: EnginePath) -> Vllm | VllmPlain | Contiguous:
-    """The engine of these settings; the plain path visits everything in each step."""
-    if isinstance(config, ContiguousConfig):
-        return Contiguous(config, watched=path == "plain")
-    return VllmPlain(config) if path == "plain" else Vllm(config)
-
-
-#: Engines that can be simulated.
-_SIMULATED = ("vllm", *RESERVATIONS)
-
-
 def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
+    _refuse_other_engines_options(options)
     sources = dict(origins or {})
     scenario = trace.scenario
     names_machine = bool(options.model or options.gpu or options.gpu_memory or options.kv_cache_memory_bytes)
@@ -412,11 +423,11 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
     engine = resolver.note_engine()
-    if engine.name not in _SIMULATED:
+    if engine.name not in _SCHEDULERS:
         raise InputError(
             f"not yet supported: simulation of engine {engine.name}",
             where="--engine",
-            hint=f"use {', '.join(_SIMULATED[:-1])} or {_SIMULATED[-1]}",
+            hint=f"use {', '.join([*_SCHEDULERS][:-1])} or {[*_SCHEDULERS][-1]}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
@@ -433,6 +444,36 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
     return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
 
 
+# Engines
+
+
+class _Scheduler(NamedTuple):
+    """An engine that can be simulated: whose rules, how they are known, and the options that it does not have.
+
+    ``has_samples``: it takes requests with several samples as they are.
+    """
+
+    version: str | None
+    verified: Literal["golden", "read", "approximated"]
+    missing_options: tuple[str, ...]
+    has_samples: bool = False
+
+
+#: Options of engines that swap, or take turns.
+_OF_THE_PAPER = ("swap_space", "num_cpu_blocks_override", "quantum", "victim")
+
+_SCHEDULERS: dict[str, _Scheduler] = {
+    "vllm": _Scheduler(SCHEDULER_VERSION, "golden", _OF_THE_PAPER),
+    "paged": _Scheduler(
+        "Kwon et al. 2023",
+        "read",
+        ("enable_chunked_prefill", "long_prefill_token_threshold"),
+        has_samples=True,
+    ),
+    **{name: _Scheduler(None, "approximated", _OF_THE_PAPER) for name in RESERVATIONS},
+}
+
+
 def _engine_config(
     engine: Engine,
     resolver: Resolver[SimulateOptions],
@@ -441,10 +482,72 @@ def _engine_config(
     warnings: list[str],
 ) -> EngineConfig:
     """The settings of the engine that was chosen."""
+    if engine.name == "paged":
+        return _paged_config(resolver, pool)
     for reservation in RESERVATIONS:
         if engine.name == reservation:
             return _contiguous_config(reservation, resolver, pool, warnings)
     return _scheduler_config(resolver, pool, scenario)
+
+
+class _RunningEngine(TurningEngine, Protocol):
+    """An engine that can tell what it was at when it was interrupted."""
+
+    def live(self) -> Iterator[tuple[str, int]]:
+        """Id and tokens so far, prompt included, of every live request."""
+
+
+def _make_engine(engine: Engine, config: EngineConfig, path: EnginePath) -> _RunningEngine:
+    """The engine of these settings; the plain path visits everything in each step."""
+    if engine.name == "paged":
+        from kvplan.core.engines.paged import Paged, PagedConfig
+
+        assert isinstance(config, PagedConfig), "_engine_config made it"
+        return Paged(config, watched=path == "plain")
+    if isinstance(config, ContiguousConfig):
+        return Contiguous(config, watched=path == "plain")
+    assert isinstance(config, SchedulerConfig), "_engine_config made it"
+    return VllmPlain(config) if path == "plain" else Vllm(config)
+
+
+def _refuse_other_engines_options(options: SimulateOptions) -> None:
+    """Refuse what the engine does not have. Raises `InputError`."""
+    engine = parse_engine(options.engine)
+    missing = _SCHEDULERS[engine.name].missing_options if engine.name in _SCHEDULERS else ()
+    for name in missing:
+        if getattr(options, name) is not None:
+            others = [other for other in _SCHEDULERS if name not in _SCHEDULERS[other].missing_options]
+            raise InputError(
+                f"{flag(name)} is no setting of engine {engine.name}",
+                where=flag(name),
+                hint=f"leave it out, or use engine {' or '.join(others)}",
+            )
+
+
+_SAMPLE_ID = re.compile(r"#[0-9]+\Z")
+
+
+def _one_request_a_sample(requests: Iterable[Request]) -> Iterator[Request]:
+    """For engines that know no parallel samples: each is a request, ``ID#0`` and so on, with the prompt in common.
+
+    Raises `InputError` if such names could be taken.
+    """
+    looks_alike = has_samples = False
+    for request in requests:
+        looks_alike |= _SAMPLE_ID.search(request.id) is not None
+        has_samples |= request.samples > 1
+        if looks_alike and has_samples:
+            raise InputError(
+                "the trace has parallel samples, and an id that ends in # and a number",
+                where=f'id "{request.id[:60]}"',
+                hint="give the requests other ids, or use engine paged",
+            )
+        if request.samples == 1:
+            yield request
+            continue
+        content = request.content or (Segment(f"p:{request.id}", 0, request.input_tokens),)
+        for number in range(request.samples):
+            yield request._replace(id=f"{request.id}#{number}", content=content, samples=1)
 
 
 def _fill_from_scenario(
@@ -490,6 +593,7 @@ _MACHINE_OPTIONS = (
     "gpu_memory_utilization",
     "enforce_eager",
     "calibration",
+    "swap_space",
     "set",
     "models",
 )
@@ -514,6 +618,7 @@ class _Pool:
     max_num_batched_tokens: int
     max_num_seqs: int
     max_model_len: int
+    bytes_per_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -559,6 +664,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         deployment.max_num_batched_tokens,
         deployment.max_num_seqs,
         length,
+        served.plan.pool.bytes_per_block(served.plan.stages[0]),
     )
     return _Machine(served, pool)
 
@@ -592,7 +698,8 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     count = options.num_gpu_blocks_override
     assert count is not None, "the caller checks"
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
-    whole_pool, what = max(1, (count - 1) * block_size), "the whole pool"
+    null_blocks = 1 if engine.name == "vllm" else 0
+    whole_pool, what = max(1, (count - null_blocks) * block_size), "the whole pool"
     for reservation in RESERVATIONS:
         if engine.name == reservation:
             whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
@@ -681,6 +788,70 @@ def _contiguous_config(
     )
 
 
+def _paged_config(resolver: Resolver[SimulateOptions], pool: _Pool) -> PagedConfig:
+    """The settings of the paper's engine."""
+    from kvplan.core.engines.paged import PagedConfig
+
+    options, default = resolver.options, "default of engine paged"
+    mode = resolver.choose("preemption_mode", "swap", default)
+    policy = resolver.choose("scheduling_policy", "fcfs", default)
+    if policy != "round-robin" and options.quantum is not None:
+        raise InputError(
+            f"--quantum has no effect with --scheduling-policy {policy}",
+            where="--quantum",
+            hint="leave it out, or choose --scheduling-policy round-robin",
+        )
+    return PagedConfig(
+        num_gpu_blocks=pool.num_gpu_blocks,
+        block_size=pool.block_size,
+        max_num_batched_tokens=pool.max_num_batched_tokens,
+        max_num_seqs=pool.max_num_seqs,
+        max_model_len=pool.max_model_len,
+        enable_prefix_caching=resolver.choose("enable_prefix_caching", True, default),
+        policy=cast("PagedPolicy", policy),
+        preemption_mode=cast("PreemptionMode", mode),
+        num_cpu_blocks=_cpu_blocks(resolver, pool, mode, default),
+        victim=cast("Victim", resolver.choose("victim", "most-generated", default)),
+        quantum=resolver.choose("quantum", DEFAULT_QUANTUM, default)
+        if policy == "round-robin"
+        else DEFAULT_QUANTUM,
+    )
+
+
+def _cpu_blocks(resolver: Resolver[SimulateOptions], pool: _Pool, mode: str, default: str) -> int:
+    """Blocks of the CPU pool: as given, or what the swap space holds; without a machine as many as on the GPU."""
+    options = resolver.options
+    if mode == "recompute":
+        for name in ("swap_space", "num_cpu_blocks_override"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} has no effect with --preemption-mode recompute",
+                    where=flag(name),
+                    hint="leave it out, or choose --preemption-mode swap",
+                )
+        return 0
+    count = options.num_cpu_blocks_override
+    if count is not None:
+        if options.swap_space is not None:
+            raise InputError(
+                "--swap-space and --num-cpu-blocks-override both say how large the CPU pool is",
+                where="--swap-space",
+                hint="give one of them",
+            )
+        resolver.note("num_cpu_blocks", count, "--num-cpu-blocks-override", given=True)
+        return count
+    if pool.bytes_per_block is None:
+        resolver.note(
+            "num_cpu_blocks", pool.num_gpu_blocks, "default without a machine: as many as on the GPU"
+        )
+        return pool.num_gpu_blocks
+    space = size_in_bytes(resolver.choose("swap_space", DEFAULT_SWAP_SPACE, default), "swap_space")
+    assert space is not None, "there is a default"
+    count = space // pool.bytes_per_block
+    resolver.note("num_cpu_blocks", count, "swap_space over the bytes of a block")
+    return count
+
+
 # Time
 
 _Clock = tuple[
@@ -733,6 +904,8 @@ def _roofline(machine: _Machine) -> Roofline:
         num_layers=spec.num_layers,
         bandwidth_bytes_per_s=rates[0],
         flops_per_s=rates[1],
+        block_bytes=machine.pool.bytes_per_block or 0,
+        host_bytes_per_s=gpu.host_bytes_per_s if gpu else 1,
     )
 
 

@@ -147,8 +147,6 @@ def test_an_error_is_two_lines_that_say_what_where_and_how_to_mend_it(command: s
     ("command", "named"),
     [
         ("size llama-2-13b --swap-space 4GiB", "--swap-space"),
-        ("simulate chat --swap-space 4GiB", "--swap-space"),
-        ("simulate chat --preemption-mode swap", "--preemption-mode"),
         ("size llama-2-13b --sequence 4096", "--sequence"),
         ("simulate chat extra", "extra"),
         ("size llama-2-13b --seq", "--seq"),

@@ -28,6 +28,7 @@ COMMANDS = {
     "simulate-scenario-timed": "simulate 05_preempt_single.scenario.json --step-time 0.02 --slo-ttft 0.1",
     "simulate-stuck": "simulate 23_never_fits.scenario.json",
     "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
+    "simulate-paged": "simulate bursts --engine paged --num-gpu-blocks-override 1000 --n 2",
     "simulate-estimated-times": "simulate chat --limit 20",
     "simulate-map": "simulate 05_preempt_single.scenario.json --map --map-request b --at-step 8",
     "simulate-map-orca": "simulate chat --limit 30 --engine orca-oracle --num-gpu-blocks-override 512 "

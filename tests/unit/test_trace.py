@@ -350,7 +350,7 @@ def test_a_bad_first_line_is_told_with_its_place(write: Write) -> None:
         ("arival_s", "did you mean arrival_s?"),
         (
             "zzz",
-            "known: arrival_s, content, hash_block_size, hash_ids, id, input_tokens, output_tokens, priority",
+            "known: arrival_s, content, hash_block_size, hash_ids, id, input_tokens, n, output_tokens, priority",
         ),
     ],
 )

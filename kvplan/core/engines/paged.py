@@ -18,7 +18,7 @@ from typing import Literal
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Preemption, Sequence, Turn
-from kvplan.core.paged_blocks import NO_HIT, BlockTable, Hit, Keys, PagedMemory
+from kvplan.core.paged_blocks import NO_HIT, BlockTable, Hit, Names, PagedMemory
 from kvplan.core.request import Request
 from kvplan.errors import InputError
 
@@ -82,7 +82,7 @@ class Group(Sequence):
 
     __slots__ = (
         "is_split",
-        "keys",
+        "names",
         "place",
         "placed_at",
         "samples",
@@ -96,7 +96,7 @@ class Group(Sequence):
     def __init__(self, request: Request, queue_key: tuple[int, int], config: PagedConfig) -> None:
         super().__init__(request, queue_key, config.max_model_len)
         self.size = request.samples
-        self.keys = Keys(request.full_content(), config.block_size)
+        self.names = Names(request.full_content(), config.block_size)
         self.tables: list[BlockTable] = []
         self.samples: list[Sample] = []
         self.place: Place = "nowhere"
@@ -519,7 +519,7 @@ class Paged:
         if not self.config.enable_prefix_caching:
             return NO_HIT
         length = group.num_tokens if group.size == 1 else group.request.input_tokens
-        hit = self.memory.cache.find(group.keys, length, length - 1)
+        hit = self.memory.cache.find(group.names, length, length - 1)
         return Hit(hit.blocks, None, 0) if hit.tail in self._fresh else hit
 
     def _needed(self, hit: Hit, blocks: int) -> int:
@@ -556,7 +556,7 @@ class Paged:
             end = min(end, group.request.input_tokens)
         full = end // self.config.block_size
         if full > group.stored:
-            self.memory.store(group.tables[0], group.keys, group.stored, full)
+            self.memory.store(group.tables[0], group.names, group.stored, full)
             self._fresh.update(group.tables[0].blocks[group.stored : full])
             group.stored = full
 
@@ -567,8 +567,8 @@ class Paged:
         tokens = group.computed
         if not prompt_is_whole and group.size > 1:
             tokens = min(tokens, group.request.input_tokens)
-        self.memory.store(group.tables[0], group.keys, group.stored, tokens // self.config.block_size)
-        self.memory.store_tail(group.tables[0], group.keys, tokens)
+        self.memory.store(group.tables[0], group.names, group.stored, tokens // self.config.block_size)
+        self.memory.store_tail(group.tables[0], group.names, tokens)
         group.stored = max(group.stored, tokens // self.config.block_size)
 
     def _release(self, group: Group) -> None:
@@ -689,7 +689,7 @@ class Paged:
         del self.prefilling[group]
         group.computed = group.num_tokens
         if self.config.enable_prefix_caching and group.num_tokens == group.request.input_tokens:
-            self.memory.store_tail(group.tables[0], group.keys, group.num_tokens)
+            self.memory.store_tail(group.tables[0], group.names, group.num_tokens)
         if self._is_watched and len(group.tables) < group.size:
             self._just_shared.add(group)
         while len(group.tables) < group.size:
