@@ -516,7 +516,11 @@ def _refuse_other_engines_options(options: SimulateOptions) -> None:
     missing = _SCHEDULERS[engine.name].missing_options if engine.name in _SCHEDULERS else ()
     for name in missing:
         if getattr(options, name) is not None:
-            others = [other for other in _SCHEDULERS if name not in _SCHEDULERS[other].missing_options]
+            others = [
+                other
+                for other in ("vllm", "paged")  # the contiguous ones say themselves what they lack
+                if name not in _SCHEDULERS[other].missing_options
+            ]
             raise InputError(
                 f"{flag(name)} is no setting of engine {engine.name}",
                 where=flag(name),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import DecodeRun, Turn
 from kvplan.core.engines.paged import Group, Paged, PagedConfig
 from kvplan.core.metrics import Metrics
@@ -312,9 +312,7 @@ def test_swaps_and_copies_take_time() -> None:
     cost = Roofline.from_rates(
         weight_bytes=0,
         kv_bytes_per_token=0,
-        flops_per_token=0,
-        flops_per_logits=0,
-        attention_flops=0,
+        flops=Flops(0, 0, 0),
         num_layers=0,
         bandwidth_bytes_per_s=2 * 10**12,
         flops_per_s=1,
