@@ -130,11 +130,7 @@ class SizeOptions(ServingOptions):
 
 @dataclass(slots=True, kw_only=True)
 class SimulateOptions(ServingOptions):
-    """Options of `simulate`. Times are seconds, ``quantum`` is tokens, ``n`` the samples of each request.
-
-    ``map`` asks for a map of the pool in its fullest step, or in step ``at_step``, with the block table of the
-    request ``map_request``.
-    """
+    """Options of `simulate`. Times are seconds, ``quantum`` is tokens, ``n`` the samples of each request."""
 
     model: str | None = None
     enable_chunked_prefill: bool | None = None
@@ -155,9 +151,6 @@ class SimulateOptions(ServingOptions):
     slo_tpot: float | None = None
     slo_e2e: float | None = None
     skip_bad_lines: bool = False
-    map: bool = False
-    at_step: int | None = None
-    map_request: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -281,11 +274,6 @@ def check_options(options: ServingOptions) -> None:
             f"{threshold} is out of range",
             where="--long-prefill-token-threshold",
             hint="write a number from 0 on",
-        )
-    at_step = getattr(options, "at_step", None)
-    if at_step is not None and not 0 <= at_step <= _MAX_COUNT:
-        raise InputError(
-            f"{at_step} is out of range", where="--at-step", hint="write the number of a step, from 0 on"
         )
     utilization = options.gpu_memory_utilization
     if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):

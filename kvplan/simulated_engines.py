@@ -27,7 +27,7 @@ from kvplan.options import (
 )
 
 if TYPE_CHECKING:
-    from kvplan.core.engines.contiguous import ContiguousConfig, Reservation
+    from kvplan.core.engines.contiguous import ContiguousConfig
     from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
 
 #: What the CPU pool of engine paged may take on each GPU: the default of vLLM 0.1 (``--swap-space 4``).
@@ -110,10 +110,10 @@ class Pool:
 def longest_sequence(engine: Engine, num_gpu_blocks: int, block_size: int) -> tuple[int, str]:
     """Tokens of the longest sequence that a pool can hold, and which part of it that is."""
     if engine.name in CONTIGUOUS_ENGINES:
-        from kvplan.core.engines.contiguous import largest_place
+        from kvplan.core.engines.contiguous import largest_place, reservation_of
 
         slots = num_gpu_blocks * block_size
-        return largest_place(cast("Reservation", engine.name), slots), "the largest piece of the pool"
+        return largest_place(reservation_of(engine.name), slots), "the largest piece of the pool"
     null_blocks = 1 if engine.name == "vllm" else 0
     return max(1, (num_gpu_blocks - null_blocks) * block_size), "the whole pool"
 
@@ -132,7 +132,7 @@ def engine_config(
     if engine.name == "paged":
         return _paged_config(resolver, pool)
     if engine.name in CONTIGUOUS_ENGINES:
-        return _contiguous_config(cast("Reservation", engine.name), resolver, pool, warnings)
+        return _contiguous_config(engine, resolver, pool, warnings)
     return _scheduler_config(resolver, pool, scenario)
 
 
@@ -281,18 +281,18 @@ def _cpu_blocks(resolver: Resolver[SimulateOptions], pool: Pool, mode: str, defa
 
 
 def _contiguous_config(
-    reservation: Reservation, resolver: Resolver[SimulateOptions], pool: Pool, warnings: list[str]
+    engine: Engine, resolver: Resolver[SimulateOptions], pool: Pool, warnings: list[str]
 ) -> ContiguousConfig:
     """Settings of an engine with contiguous reservations; its blocks are slots."""
-    from kvplan.core.engines.contiguous import ContiguousConfig
+    from kvplan.core.engines.contiguous import ContiguousConfig, reservation_of
 
-    if reservation in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+    if engine.name in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
         warnings.append(
-            f"{reservation} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            f"{engine.name} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
             "--max-model-len"
         )
     return ContiguousConfig(
-        reservation=reservation,
+        reservation=reservation_of(engine.name),
         num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,

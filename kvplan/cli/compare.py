@@ -21,15 +21,8 @@ if TYPE_CHECKING:
 
 #: Options of `simulate` that are about one run alone.
 _OF_ONE_RUN = (
-    "requests",
-    "timeline",
-    "events",
-    "events_detail",
-    "min_blocks",
-    "profile",
-    "map",
-    "at_step",
-    "map_request",
+    *("requests", "timeline", "events", "events_detail", "min_blocks", "profile"),
+    *("map", "at_step", "map_request"),
 )
 
 

@@ -12,11 +12,7 @@ from kvplan.cli import options as shared
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
-    from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
-
-
-#: What no other run of the same trace needs to draw again.
-_WITHOUT_MAP: dict[str, object] = {"map": False, "at_step": None, "map_request": None}
+    from kvplan.jobs.simulate import MapWish, Observer, SimulateResult, Simulation
 
 
 def register(app: typer.Typer) -> None:
@@ -196,12 +192,16 @@ def simulate(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
         )
     goal = None if min_blocks is None else parse_goal(min_blocks, trace, engine)
+    wish = _map_wish(at_step, map_request) if map else None
+    for given, name in ((at_step, "--at-step"), (map_request, "--map-request")):
+        if given is not None and not map:
+            raise InputError(f"{name} has no map to add to", where=name, hint="give --map")
     settings = shared.from_params(SimulateOptions, ctx.params)
-    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail)
+    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail, wish)
     least, interrupted = None, result.simulation["status"] == "interrupted"
     if goal is not None and not interrupted:
         try:
-            least = find_min_blocks(trace, settings.but(_WITHOUT_MAP), goal)
+            least = find_min_blocks(trace, settings, goal)
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:
@@ -226,6 +226,19 @@ def simulate(
         raise typer.Exit(1)
 
 
+def _map_wish(at_step: str | None, request: str | None) -> MapWish:
+    """What ``--map`` asks for."""
+    from kvplan.jobs.simulate import MapWish
+    from kvplan.units import parse_count
+
+    step = None if at_step is None else parse_count(at_step, where="--at-step")
+    if step is not None and step < 0:
+        raise InputError(
+            f"{step} is out of range", where="--at-step", hint="write the number of a step, from 0 on"
+        )
+    return MapWish(step, request)
+
+
 class _Partial(Exception):
     """The run was interrupted: what it was writing is dropped."""
 
@@ -236,6 +249,7 @@ def _run(
     timeline: str | None,
     events: str | None,
     events_detail: bool,
+    map: MapWish | None,
 ) -> SimulateResult:
     """Run with the observers that the outputs need; files appear when all is done."""
     from kvplan.output import EventWriter, RequestWriter, whole_file
@@ -260,7 +274,7 @@ def _run(
         on_request = None
         if requests is not None:
             on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)
-        result = simulation.run(observers, turns=turns, on_request=on_request)
+        result = simulation.run(observers, turns=turns, on_request=on_request, map=map)
         if result.simulation["status"] == "interrupted":
             raise _Partial  # no file may pass for a whole one
     return result

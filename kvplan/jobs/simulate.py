@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from typing import NamedTuple
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
@@ -49,7 +50,15 @@ DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
 #: Seconds of a step where neither model nor GPU is named.
 DEFAULT_STEP_TIME = 0.02
+
 Observer = Callable[[StepRecord], None]
+
+
+class MapWish(NamedTuple):
+    """A map of the pool in the first of its fullest steps, or in step ``at_step``; with a request's block table."""
+
+    at_step: int | None = None
+    request: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +155,19 @@ class SimulateResult:
         return None if self.seconds_per_tick is None else seconds(ticks, self.seconds_per_tick)
 
 
-def simulate(trace: str | os.PathLike[str], **options: object) -> SimulateResult:
+def simulate(
+    trace: str | os.PathLike[str], *, map: MapWish | None = None, **options: object
+) -> SimulateResult:
     """Replay a trace file, a shipped workload or ``-`` through an engine's scheduler and its KV pool.
 
-    ``options`` are the fields of `SimulateOptions`. Raises `InputError` for wrong input and `DoesNotFit`
-    if the engine would not start.
+    ``options`` are the fields of `SimulateOptions`; ``map`` asks for a map of the pool. Raises `InputError` for
+    wrong input and `DoesNotFit` if the engine would not start.
 
     >>> simulate("chat").requests.unfinished
     0
     """
     records: list[figures.RequestRecord] = []
-    result = Simulation(os.fspath(trace), SimulateOptions.of(options)).run(on_request=records.append)
+    result = Simulation(os.fspath(trace), SimulateOptions.of(options)).run(on_request=records.append, map=map)
     return replace(result, records=tuple(sorted(records, key=lambda record: record.number)))
 
 
@@ -178,9 +189,6 @@ class Simulation:
     ) -> None:
         """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
         check_options(options)
-        for name in ("at_step", "map_request"):
-            if getattr(options, name) is not None and not options.map:
-                raise InputError(f"{flag(name)} has no map to add to", where=flag(name), hint="give --map")
         self.options = options
         self.trace = open_trace(
             source,
@@ -230,6 +238,7 @@ class Simulation:
         turns: Sequence[Observer] = (),
         on_request: Callable[[figures.RequestRecord], None] | None = None,
         path: EnginePath | None = None,
+        map: MapWish | None = None,
     ) -> SimulateResult:
         """Replay the trace. An interrupt ends it with what ran so far.
 
@@ -238,13 +247,13 @@ class Simulation:
         both decide the same.
         """
         plan, trace = self._plan, self.trace
-        path = path or ("plain" if observers or self.options.map else "fast")
+        path = path or ("plain" if observers or map is not None else "fast")
         engine = make_engine(plan.config, path)
         rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
-        if self.options.map:
+        if map is not None:
             assert isinstance(engine, Pictured), "watched engines can be drawn"
-            fullest = FullestStep(engine, self.options.at_step)
+            fullest = FullestStep(engine, map.at_step)
             turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
@@ -274,13 +283,13 @@ class Simulation:
         metrics.note_live(engine.live())
         profile = _profile(wall, cpu, metrics.request_counts().total)
         result = _result(trace, plan, metrics, profile, path, status, reason)
-        if fullest is None or (status == "interrupted" and fullest.picture is None):
+        if map is None or fullest is None or (status == "interrupted" and fullest.picture is None):
             return result
-        return replace(result, map=self._map(fullest))
+        return replace(result, map=self._map(fullest, map))
 
-    def _map(self, fullest: FullestStep) -> PoolMap:
+    def _map(self, fullest: FullestStep, wish: MapWish) -> PoolMap:
         """The map that was asked for; raises `InputError` where that step or request is not to be seen."""
-        picture, at_step, name = fullest.picture, self.options.at_step, self.options.map_request
+        picture, at_step, name = fullest.picture, wish.at_step, wish.request
         if picture is None:
             steps = f"those of this run lie between {fullest.first_step} and {fullest.last_step}"
             raise InputError(

@@ -32,6 +32,11 @@ COMMANDS = {
     "simulate-bursts": "simulate bursts --num-gpu-blocks-override 2000",
     "simulate-paged": "simulate bursts --engine paged --num-gpu-blocks-override 1000 --n 2",
     "simulate-estimated-times": "simulate chat --limit 20",
+    "simulate-map": "simulate 05_preempt_single.scenario.json --map --map-request b --at-step 8",
+    "simulate-map-orca": "simulate chat --limit 30 --engine orca-oracle --num-gpu-blocks-override 512 "
+    "--map --at-step 1200",
+    "explain": "explain",
+    **{f"explain-{topic}": f"explain {topic}" for topic in TOPICS},
     "simulate-orca": "simulate bursts --limit 60 --engine orca-pow2 --num-gpu-blocks-override 2000",
     "compare-engines": "compare bursts --engines vllm,static,orca-max,orca-pow2,orca-oracle "
     "--num-gpu-blocks-override 4000 --max-model-len 12000 --limit 120 --jobs 1",
@@ -39,11 +44,6 @@ COMMANDS = {
     "--jobs 1",
     "compare-cases": "compare chat --engines vllm,orca-max --case 'max-num-seqs=8 block-size=32' "
     "--num-gpu-blocks-override 2000 --max-model-len 8192 --limit 50 --jobs 1",
-    "simulate-map": "simulate 05_preempt_single.scenario.json --map --map-request b --at-step 8",
-    "simulate-map-orca": "simulate chat --limit 30 --engine orca-oracle --num-gpu-blocks-override 512 "
-    "--map --at-step 1200",
-    "explain": "explain",
-    **{f"explain-{topic}": f"explain {topic}" for topic in TOPICS},
     "check": "check capacity.yaml",
     "gpu": "gpus h100-80gb",
     "model": "models llama-2-13b",

@@ -149,6 +149,41 @@ def test_many_steps_at_once_give_what_single_steps_give(config: PagedConfig, req
     assert Run(config, requests, watched=False).figures == Run(config, requests, watched=True).figures
 
 
+@given(
+    st.lists(st.tuples(st.integers(1, 12), st.integers(1, 30)), min_size=1, max_size=9),
+    st.integers(1, 6),
+    st.integers(1, 5),
+    st.integers(11, 40),
+    st.sampled_from([0, 5, 100]),
+)
+def test_in_round_robin_nobody_waits_longer_than_all_live_take_turns(
+    lengths: list[tuple[int, int]], quantum: int, places: int, blocks: int, cpu_blocks: int
+) -> None:
+    """Prompts take one step, so a turn is a quantum; blocks may be short."""
+    config = PagedConfig(
+        num_gpu_blocks=blocks,
+        block_size=4,
+        max_num_batched_tokens=1000,
+        max_num_seqs=places,
+        max_model_len=100,
+        policy="round-robin",
+        num_cpu_blocks=cpu_blocks,
+        quantum=quantum,
+    )
+    engine = Paged(config, watched=True)
+    for number, (tokens, output) in enumerate(lengths):
+        engine.add(Request(str(number), 0, tokens, output))
+    last = {str(number): -1 for number in range(len(lengths))}
+    step = 0
+    while not engine.is_idle:
+        turn = engine.turn()
+        assert not isinstance(turn, DecodeRun)
+        for group in turn.sampled:
+            assert step - last[group.id] - 1 <= len(lengths) * quantum
+            last[group.id] = step
+        step += 1
+
+
 @given(settings(), traces())
 def test_the_four_shares_sum_to_one(config: PagedConfig, requests: list[Request]) -> None:
     kv = Run(config, requests, watched=False).metrics.kv_figures()

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import StepWork
+from kvplan.core.gpu import Gpu
 
 #: 1 weight read = 1000, a token of context 10, a token 100, its logits 50, a pair 1, fixed 7.
 TOY = Roofline(weights_ps=1000, kv_token_ps=10, token_ps=100, logits_ps=50, attention_ps=1, overhead_ps=7)
@@ -142,3 +143,22 @@ def test_a_constant_price_of_decode_steps_does_not_grow() -> None:
     first, growth, valid = constant_decode(42)(9, 99)
     assert (first, growth) == (42, 0)
     assert valid > 10**15
+
+
+def test_a_step_waits_for_its_copies_and_swaps() -> None:
+    cost = Roofline(1000, 10, 100, 50, 1, 7, copy_block_ps=3, swap_block_ps=20)
+    # As above 1807, and 2 copies, 4 blocks out and 1 in.
+    work = StepWork(2, 80, copied_blocks=2, swapped_out_blocks=4, swapped_in_blocks=1)
+    assert cost.step_ps(work) == 1807 + 2 * 3 + 5 * 20
+    assert cost.step_ps(StepWork(swapped_out_blocks=4)) == 7 + 80
+
+
+def test_the_link_to_the_host_is_that_of_the_architecture() -> None:
+    def gpu(architecture: str) -> Gpu:
+        return Gpu("x", "NVIDIA", architecture, *[None] * 10, "nowhere")
+
+    # PCIe with 16 lanes, one way: 16 GB/s for 3.0, 32 for 4.0, 64 for 5.0.
+    found = [
+        gpu(name).host_bytes_per_s // 10**9 for name in ("Turing", "Ampere", "Ada", "Hopper", "Blackwell")
+    ]
+    assert found == [16, 32, 32, 64, 64]

@@ -312,7 +312,7 @@ def test_swaps_and_copies_take_time() -> None:
     cost = Roofline.from_rates(
         weight_bytes=0,
         kv_bytes_per_token=0,
-        flops=Flops(per_token=0, per_logits=0, per_pair=0),
+        flops=Flops(0, 0, 0),
         num_layers=0,
         bandwidth_bytes_per_s=2 * 10**12,
         flops_per_s=1,

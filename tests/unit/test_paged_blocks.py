@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from itertools import pairwise
 
-from kvplan.core.content import cut
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvplan.core.content import block_hashes, cut
 from kvplan.core.paged_blocks import (
     BlockAllocator,
     BlockError,
@@ -183,6 +187,26 @@ def test_names_of_parts_depend_on_the_tokens_alone() -> None:
     one, two = names(("s", 0, 6), ("a", 0, 2)), names(("s", 0, 5), ("s", 5, 1), ("b", 0, 2))
     assert list(one.parts(1, [3, 2, 1]))[1:] == list(two.parts(1, [3, 2, 1]))[1:]
     assert list(one.parts(1, [3])) != list(two.parts(1, [3]))
+
+
+# Names that hold the marks which a careless encoding would use between its parts.
+hostile = st.builds(
+    Segment, st.sampled_from(["a", "a:1", "1:a@0+1;", "", ";", "é"]), st.integers(0, 3), st.integers(0, 5)
+)
+
+
+@given(st.lists(st.lists(hostile, max_size=5), min_size=2, max_size=2))
+def test_names_tell_contents_apart_as_hashes_of_every_block_do(contents: list[list[Segment]]) -> None:
+    (one, other), size = contents, 2
+    hashes = [list(block_hashes(content, size)) for content in (one, other)]
+    found = [
+        Names(tuple(content), size).full(0, len(h)) for content, h in zip((one, other), hashes, strict=True)
+    ]
+    for first, second in pairwise(found):
+        for i, name in enumerate(first):
+            for j, another in enumerate(second):
+                assert (name == another) == (hashes[0][i] == hashes[1][j])
+        assert len(set(first)) == len(first)
 
 
 def test_a_content_is_cut_by_tokens() -> None:
