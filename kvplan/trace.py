@@ -122,9 +122,13 @@ class TraceStream:
         self._last = 0
 
     @property
-    def share_read(self) -> float | None:
-        """How much of the file was read, by its bytes; None where its size is not known."""
-        return self._lines.share_read
+    def expected(self) -> int | None:
+        """How many requests there will be, going by the bytes read so far; None where a file's size is not known."""
+        share = self._lines.share_read
+        if not share:
+            return None
+        expected = round(self.count / share)
+        return expected if self._limit is None else min(expected, self._limit)
 
     def close(self) -> None:
         """Let go of the file before the end."""
