@@ -236,6 +236,7 @@ _PER_LAYER = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
 #: Fields that only the count of parameters reads (kvplan/core/families.py), which checks them itself.
 _WEIGHTS_ONLY = {
+    "add_qkv_bias",
     "encoder_attention_heads",
     "encoder_ffn_dim",
     "encoder_layers",

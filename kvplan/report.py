@@ -92,6 +92,9 @@ class Report:
         self._say(_assumptions(first.config, but=("tensor_parallel_size",)), style="dim")
         self.console.print()
         what = _sequences(first.concurrency, first.seq)
+        started = first.config["max_model_len"].value
+        if isinstance(started, int) and started > first.seq:  # what a small GPU may fail at
+            what += f", started with max_model_len {started:,}"
         fitting = [result for result in results if result.capacity is not None and result.capacity.fits]
         self._say(f"How many GPUs {literal(first.model.name)} needs for {what}", style="bold")
         if not fitting:

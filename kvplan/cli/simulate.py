@@ -12,6 +12,7 @@ from kvplan.cli import options as shared
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
+    from kvplan.cli.progress import Progress
     from kvplan.jobs.simulate import MapWish, Observer, SimulateResult, Simulation
 
 
@@ -201,7 +202,7 @@ def simulate(
     least, interrupted = None, result.simulation["status"] == "interrupted"
     if goal is not None and not interrupted:
         try:
-            least = find_min_blocks(trace, settings, goal)
+            least = find_min_blocks(trace, settings, goal, watch=_progress())
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:
@@ -239,6 +240,15 @@ def _map_wish(at_step: str | None, request: str | None) -> MapWish:
     return MapWish(step, request)
 
 
+def _progress() -> type[Progress] | None:
+    """What shows how far a run is, on a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from kvplan.cli.progress import Progress
+
+    return Progress
+
+
 class _Partial(Exception):
     """The run was interrupted: what it was writing is dropped."""
 
@@ -267,10 +277,9 @@ def _run(
 
             columns = Timeline(timeline, simulation.usable_blocks, scale)
             turns.append(outputs.enter_context(columns.writing()))
-        if sys.stderr.isatty():
-            from kvplan.cli.progress import Progress
-
-            turns.append(outputs.enter_context(Progress(simulation)))
+        progress = _progress()
+        if progress is not None:
+            turns.append(outputs.enter_context(progress(simulation)))
         on_request = None
         if requests is not None:
             on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvplan.errors import InputError
-from kvplan.jobs.simulate import SimulateResult, Simulation
+from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
 from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
 #: A pool that no trace fills; what it costs does not depend on its size.
 _UNBOUNDED = 10**8
+
+
+Watch = Callable[[Simulation], AbstractContextManager[Observer]]
 
 
 class Goal(NamedTuple):
@@ -84,14 +88,19 @@ def parse_goal(text: str, source: str, engine: str | None = None) -> Goal:
 
 
 def find_min_blocks(
-    source: str, options: SimulateOptions, goal: Goal, origins: Mapping[str, str] | None = None
+    source: str,
+    options: SimulateOptions,
+    goal: Goal,
+    origins: Mapping[str, str] | None = None,
+    *,
+    watch: Watch | None = None,
 ) -> MinBlocks:
     """Replay a trace with pools of different size until a least one is found that meets the goal.
 
     Without prefix caching a run in an endless pool never preempts, and one block more than it ever used is
     enough, which a run with so many confirms. Else by bisection: preemptions are not monotone in the size of the
     pool, so a smaller one that was not tried may do too. None is tried with which the engine would not start.
-    O(log pool) runs. Raises `KeyboardInterrupt` when one is interrupted.
+    O(log pool) runs, which ``watch`` gives an observer each. Raises `KeyboardInterrupt` when one is interrupted.
     """
     tried: dict[int, bool] = {}
 
@@ -100,16 +109,17 @@ def find_min_blocks(
 
     def meets(blocks: int) -> bool:
         if blocks not in tried:
-            result = _run(with_pool(blocks))
-            tried[blocks] = result.requests.rejected == endless.requests.rejected and _is_met(result, goal)
+            result = _replay(with_pool(blocks), watch)
+            all_served = result.requests.rejected == endless.requests.rejected
+            tried[blocks] = all_served and _is_met(result, goal)
         return tried[blocks]
 
-    endless_run = with_pool(_UNBOUNDED)
-    endless = _run(endless_run)
+    in_endless = with_pool(_UNBOUNDED)
+    endless = _replay(in_endless, watch)
     tried[_UNBOUNDED] = _is_met(endless, goal)
     if not tried[_UNBOUNDED]:
         return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
-    enough, least = endless.kv.peak_blocks + 1, endless_run.least_pool
+    enough, least = endless.kv.peak_blocks + 1, in_endless.least_pool
     high = max(least, enough)
     while not meets(high):
         high = min(2 * high, _UNBOUNDED)
@@ -129,8 +139,12 @@ def find_min_blocks(
     return MinBlocks(goal.text, high, proof, tuple(tried.items()))
 
 
-def _run(simulation: Simulation) -> SimulateResult:
-    result = simulation.run()
+def _replay(simulation: Simulation, watch: Watch | None) -> SimulateResult:
+    if watch is None:
+        result = simulation.run()
+    else:
+        with watch(simulation) as observer:
+            result = simulation.run(turns=[observer])
     if result.simulation["status"] == "interrupted":
         raise KeyboardInterrupt
     return result

@@ -51,6 +51,7 @@ def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> N
         "internlm/internlm-20b",
         "internlm/internlm2-20b",
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
+        "mistralai/Mistral-Small-24B-Instruct-2501",
         "mistralai/Mamba-Codestral-7B-v0.1",
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",
         "nvidia/Nemotron-H-8B-Base-8K",
@@ -58,6 +59,7 @@ def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> N
         "tiiuae/Falcon-H1-34B-Instruct",
         "zai-org/GLM-4.5",
         "zai-org/GLM-5.2",
+        "zai-org/glm-4-9b-chat",
     }
     in_catalogue = {m.hf_id for m in list_models() if m.weights.source == "config" and m.weights.parameters}
     assert in_catalogue - {hf_id for hf_id, _ in counted()} == without_reference
