@@ -43,9 +43,10 @@ EngineConfig: TypeAlias = "SchedulerConfig | PagedConfig | ContiguousConfig"
 class Simulated(NamedTuple):
     """An engine that can be simulated.
 
-    ``version`` says whose rules, ``verified`` how they are known: held to traces of the program, read in it, or
-    following papers. ``lacks`` names options that it does not have, each with the value that says what the engine
-    does anyway (None: none does). ``has_samples``: it takes requests with several samples as they are.
+    ``version`` says whose rules it follows, ``verified`` how these are known: from recorded runs (golden), rule by
+    rule from a text (read), or from a description (approximated). ``lacks`` names options that it does not have, each
+    with the value that says what it does anyway (None: no value does). ``has_samples``: it takes requests with several
+    samples as they are.
     """
 
     version: str
@@ -67,11 +68,7 @@ _CONTIGUOUS: dict[str, object] = {
 SIMULATED = {
     "vllm": Simulated("0.33.0", "golden", _OF_PAGED),
     "paged": Simulated("Kwon et al. 2023", "read", _UNSPLIT, has_samples=True),
-    "static": Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS),
-    **dict.fromkeys(
-        (name for name in CONTIGUOUS_ENGINES if name != "static"),
-        Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS),
-    ),
+    **dict.fromkeys(CONTIGUOUS_ENGINES, Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS)),
 }
 
 
