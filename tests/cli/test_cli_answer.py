@@ -205,5 +205,7 @@ def test_memory_that_is_lacking_is_said_in_gib(cli: Cli) -> None:
 
 def test_a_ranking_says_which_length_the_engine_is_started_with(cli: Cli) -> None:
     ranked = "size llama-3.1-8b --seq 8192 --gpu l4,h100"
-    assert "1 sequence of 8,192 tokens, started with max_model_len 131,072" in " ".join(cli(ranked).out.split())
+    assert "1 sequence of 8,192 tokens, started with max_model_len 131,072" in " ".join(
+        cli(ranked).out.split()
+    )
     assert "started with" not in cli(f"{ranked} --max-model-len 8192").out
