@@ -118,13 +118,18 @@ class TraceStream:
         self._rate_scale = rate_scale
         self._skip_bad_lines = skip_bad_lines
         self._reorder = reorder
+        self._num_read = 0  # good rows, those that are held included
         self._first: int | None = None
         self._last = 0
 
     @property
-    def share_read(self) -> float | None:
-        """How much of the file was read, by its bytes; None where its size is not known."""
-        return self._lines.share_read
+    def expected(self) -> int | None:
+        """How many requests there will be, going by the bytes read so far; None where a file's size is not known."""
+        share = self._lines.share_read
+        if not share:
+            return None
+        expected = round(self._num_read / share)
+        return expected if self._limit is None else min(expected, self._limit)
 
     def close(self) -> None:
         """Let go of the file before the end."""
@@ -193,17 +198,16 @@ class TraceStream:
     def _good_rows(self) -> Iterator[Request]:
         """Good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
         ids = _Ids()
-        read = 0
         for row in self._rows:
             if isinstance(row, Request) and ids.add(row.id):
+                self._num_read += 1
                 yield row
-                read += 1
-                if read == self._limit:
+                if self._num_read == self._limit:
                     break
                 continue
             problem = row if isinstance(row, _BadLine) else _twice(row.id)
             if not self._skip_bad_lines:
-                raise self._bad_line(problem, ids, self._limit and self._limit - read)
+                raise self._bad_line(problem, ids, self._limit and self._limit - self._num_read)
             self.skipped_lines += 1
         if ids.some_twice():
             raise InputError("an id stands twice", where=self.path, hint="give each request an id of its own")

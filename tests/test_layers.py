@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -303,3 +304,12 @@ def test_no_module_changes_or_reads_random_state_of_the_process(name: str) -> No
 def test_no_module_is_named_for_nothing() -> None:
     stems = {path.stem for path in SOURCES.values()}
     assert not stems & {"utils", "util", "common", "helpers", "misc", "base"}
+
+
+def test_the_map_of_the_design_names_every_module() -> None:
+    design = Path(__file__).parent.parent / "docs" / "design.md"
+    rows = design.read_text(encoding="utf-8").partition("## Decisions")[0]
+    named = {name.rstrip("/").rpartition("/")[2] for name in re.findall(r"`([\w./-]+)`", rows)}
+    modules = [path for path in SOURCES.values() if not path.name.startswith("__")]
+    missing = [path.name for path in modules if not {path.name, path.parent.name} & (named - {"kvplan"})]
+    assert missing == []

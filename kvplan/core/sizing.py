@@ -8,7 +8,7 @@ name or docstring says the whole model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -215,8 +215,12 @@ class Plan:
             dtype=deployment.cache.kv_cache_dtype,
             block_size=self.pool.block_size,
             cluster_bytes_per_token=math.ceil(cluster),
-            per_gpu=self._kv_bytes(self.pool, deployment.cache, limiting),
+            per_gpu=self.rank_sizes(limiting),
         )
+
+    def rank_sizes(self, stage: Stage) -> KvBytes:
+        """What one rank of a stage holds."""
+        return self._kv_bytes(self.pool, self.deployment.cache, stage)
 
     def loaded(self) -> tuple[int | None, ...]:
         """Bytes on a rank of each stage once the model is loaded, rotary tables and LoRA slots too; None: unknown."""
@@ -373,16 +377,12 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     spare = usable - deployment.concurrency * per_sequence
     block_bytes = pool.bytes_per_block(plan.stages[limiting])
     memory = budget.gpu.memory_bytes if budget.gpu else None
-    per_gpu = plan.kv_sizes(plan.stages[limiting]).per_gpu
+    total_bytes = plan.rank_sizes(plan.stages[limiting]).total_bytes
     held = weights[limiting]
     available = blocks[limiting].available_kv_bytes
     return Capacity(
         fits=chosen.fits,
-        fits_confidence="exact"
-        if not budget.overheads
-        else "likely"
-        if len({verdict.fits for verdict in verdicts.values()}) == 1 and not (chosen.fits and budget.is_guess)
-        else "uncertain",
+        fits_confidence=_confidence(budget, chosen, verdicts.values()),
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
         available_kv_bytes=available,
@@ -400,29 +400,39 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         headroom_bytes=spare * block_bytes,
         headroom_share=spare / usable if usable else None,
         next_block_bytes=block_bytes - available % block_bytes if block_bytes else 0,
-        sequences_share_of_memory=per_gpu.total_bytes / memory if memory else None,
+        sequences_share_of_memory=total_bytes / memory if memory else None,
         weights_share_of_memory=held / memory if memory and held is not None else None,
-        ranks=tuple(
-            Rank(
-                stage=i,
-                layers=stage.end - stage.first,
-                weights_bytes=weights[i],
-                extra_bytes=stage_extras(plan.spec, deployment, stage),
-                overhead_bytes=budget.overheads[i].total(deployment.margin) if budget.overheads else None,
-                available_kv_bytes=blocks[i].available_kv_bytes,
-                bytes_per_token=plan.bytes_per_token(stage),
-                bytes_per_block=pool.bytes_per_block(stage),
-                num_blocks=max(0, blocks[i].num_blocks),
-                replicated_bytes_per_token=plan.replicated_bytes_per_token(stage),
-                replicated_weights_bytes=_replicated_weights(plan, stage, weights[i]),
-            )
-            for i, stage in enumerate(plan.stages)
-        ),
+        ranks=tuple(_rank(plan, budget, i, weights[i], blocks[i]) for i in range(len(plan.stages))),
         limiting_rank=limiting,
         suggestions=(),
         distribution=None,
         exact=_EXACT if budget.overheads else (*_EXACT, *_ESTIMATED[1:]),
         estimated=_ESTIMATED if budget.overheads else (),
+    )
+
+
+def _confidence(budget: Budget, chosen: _Verdict, all_margins: Iterable[_Verdict]) -> Confidence:
+    if not budget.overheads:
+        return "exact"
+    agree = all(verdict.fits == chosen.fits for verdict in all_margins)
+    return "likely" if agree and not (chosen.fits and budget.is_guess) else "uncertain"
+
+
+def _rank(plan: Plan, budget: Budget, number: int, weights_bytes: int | None, blocks: _StageBlocks) -> Rank:
+    """A stage of the pipeline as a report shows it."""
+    deployment, stage = plan.deployment, plan.stages[number]
+    return Rank(
+        stage=number,
+        layers=stage.end - stage.first,
+        weights_bytes=weights_bytes,
+        extra_bytes=stage_extras(plan.spec, deployment, stage),
+        overhead_bytes=budget.overheads[number].total(deployment.margin) if budget.overheads else None,
+        available_kv_bytes=blocks.available_kv_bytes,
+        bytes_per_token=plan.bytes_per_token(stage),
+        bytes_per_block=plan.pool.bytes_per_block(stage),
+        num_blocks=max(0, blocks.num_blocks),
+        replicated_bytes_per_token=plan.replicated_bytes_per_token(stage),
+        replicated_weights_bytes=_replicated_weights(plan, stage, weights_bytes),
     )
 
 

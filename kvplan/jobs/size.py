@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 
 from kvplan.config import list_gpus, load_model
@@ -22,7 +22,7 @@ from kvplan.options import (
     parse_engine,
     settings_dict,
 )
-from kvplan.serving import find_gpu, serve, would_fit
+from kvplan.serving import Served, find_gpu, serve, would_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +125,8 @@ def _size(
             raise DoesNotFit(
                 f"no length fits: {capacity.reason}", where="--max-model-len", hint="use a larger GPU"
             )
-    longest, seq = deployment.max_model_len, resolver.choose("seq", deployment.seq, "max_model_len")
-    warnings = list(served.warnings)
-    maximum = spec.max_position_embeddings
-    if maximum is not None and seq > maximum:
-        warnings.append(f"seq {seq:,} is beyond the model's maximum of {maximum:,} tokens")
-    elif seq > longest:
-        warnings.append(f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off")
-    if served.weights.total_bytes is None:
-        warnings.append(f"the size of the weights is not known: {served.spec.weights.why_unknown}")
+    seq = resolver.choose("seq", deployment.seq, "max_model_len")
+    warnings = [*served.warnings, *_warnings(served, seq)]
     for name in ("lengths", "trace", "shared_prefix"):
         if getattr(options, name) is not None:
             if capacity is None:
@@ -160,6 +153,17 @@ def _size(
         warnings=tuple(warnings),
         explanation=tuple(explain(served.plan, served.kv, served.weights, capacity)),
     )
+
+
+def _warnings(served: Served, seq: int) -> Iterator[str]:
+    """What a result of sequences of ``seq`` tokens is said with."""
+    maximum, longest = served.spec.max_position_embeddings, served.deployment.max_model_len
+    if maximum is not None and seq > maximum:
+        yield f"seq {seq:,} is beyond the model's maximum of {maximum:,} tokens"
+    elif seq > longest:
+        yield f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off"
+    if served.weights.total_bytes is None:
+        yield f"the size of the weights is not known: {served.spec.weights.why_unknown}"
 
 
 def size_on(

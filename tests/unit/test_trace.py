@@ -678,7 +678,21 @@ def test_a_long_trace_is_put_in_order_within_its_reach(write: Callable[..., str]
     stream = open_trace(write("\n".join(rows)), reorder=3)
     assert [r.id for r in stream] == ["0", "1", "2", "3", "4", "5"]
     assert stream.to_dict()["requests"] == 6
-    assert stream.share_read == 1.0
+    assert stream.expected == 6
+
+
+@pytest.mark.parametrize(("limit", "low", "high"), [(None, 97, 103), (7, 7, 7)])
+def test_how_many_requests_there_will_be_is_told_from_the_bytes(
+    write: Callable[..., str], limit: int | None, low: int, high: int
+) -> None:
+    path = write("\n".join(row(id=str(i), arrival_s=float(i)) for i in range(100, 200)))
+    stream = open_trace(path, limit=limit, reorder=20)
+    requests = iter(stream)
+    next(requests)  # by then 40 are read, or as many as the limit lets in
+    assert stream.expected is not None
+    assert low <= stream.expected <= high
+    assert len(list(requests)) == (limit or 100) - 1
+    assert stream.expected == (limit or 100)
 
 
 def test_a_request_that_comes_too_late_is_refused(write: Callable[..., str]) -> None:
