@@ -70,10 +70,11 @@ def whole_path(path: str) -> Iterator[Path]:
 
     What is no regular file, such as ``/dev/null`` or a pipe, is given as it is.
     """
-    target = Path(os.path.realpath(path))  # through a link to what it names
+    target = Path(path)
     if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
         yield target
         return
+    target = Path(os.path.realpath(path))  # through a link to what it names
     temporary = target.with_name(f".{target.name[:64]}.{os.urandom(8).hex()}{target.suffix[:16]}")
     try:  # an interrupt may come at any time, also right after the file is there
         temporary.touch(mode=0o600, exist_ok=False)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -50,6 +51,9 @@ _KVPLAN_KEYS = frozenset(
 )
 #: Requests that may be out of order by so many places; as many again are held while they are sorted.
 _REORDER = 1 << 16
+#: What is longer is no trace, and is not read into memory.
+_LONGEST_LINE = 1 << 25
+_LARGEST_SCENARIO = 1 << 28
 #: Ids that are kept as they are to tell doubles at once.
 _EXACT_IDS = 1 << 17
 #: Mooncake's hash ids stand for blocks of this many tokens (FAST25-release/traces of kvcache-ai/Mooncake).
@@ -391,10 +395,21 @@ class _Lines:
         """Bytes read over the file's size; None for what is no regular file."""
         return min(1.0, self._read / self._size) if self._size else None
 
+    def _raw_lines(self) -> Iterator[bytes]:
+        """Lines as they are in the file; one without an end is not read to memory's end."""
+        for raw in iter(partial(self._file.readline, _LONGEST_LINE + 1), b""):
+            if len(raw) > _LONGEST_LINE:
+                raise InputError(
+                    f"a line is longer than {_LONGEST_LINE >> 20} MiB",
+                    where=f"{self.name}:{self.number + 1}",
+                    hint="give a trace with one request a line",
+                )
+            yield raw
+
     def peek(self) -> str:
         """The first line that is not blank, without consuming it."""
         if self._first is None:
-            for raw in self._file:
+            for raw in self._raw_lines():
                 self._read += len(raw)
                 if raw.strip():
                     self._first = raw.removeprefix(b"\xef\xbb\xbf")
@@ -416,7 +431,7 @@ class _Lines:
             if self._first is not None:
                 self.number += 1
                 yield self._first
-            for raw in self._file:
+            for raw in self._raw_lines():
                 self.number += 1
                 self._read += len(raw)
                 if raw.strip():
@@ -426,14 +441,20 @@ class _Lines:
 
     def close(self) -> None:
         """Let go of the file; standard input stays open."""
-        if self._file is not sys.stdin.buffer:
+        if sys.stdin is None or self._file is not sys.stdin.buffer:
             self._file.close()
 
     def text(self) -> str:
         """All that is left, as one text."""
-        text = _decode((self._first or b"") + self._file.read(), self.name)
+        raw = (self._first or b"") + self._file.read(_LARGEST_SCENARIO)
         self.close()
-        return text
+        if len(raw) >= _LARGEST_SCENARIO:
+            raise InputError(
+                f"a scenario of more than {_LARGEST_SCENARIO >> 20} MiB",
+                where=self.name,
+                hint="give a trace with one request a line",
+            )
+        return _decode(raw, self.name)
 
 
 def _regular_size(file: BinaryIO) -> int | None:
@@ -446,6 +467,10 @@ def _regular_size(file: BinaryIO) -> int | None:
 
 def _open(source: str) -> BinaryIO:
     if source == "-":
+        if sys.stdin is None:  # closed by whoever started this
+            raise InputError(
+                "standard input is closed", where="-", hint="give a file, or open standard input"
+            )
         return sys.stdin.buffer
     path = Path(source)
     try:

@@ -718,3 +718,32 @@ def test_doubles_among_very_many_ids_are_found_at_the_end(
     rows = [row(id=name) for name in ("a", "b", "c", "d", "a")]
     with pytest.raises(InputError, match="an id stands twice"):
         list(open_trace(write("\n".join(rows))))
+
+
+# Sources without end, and none
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplan.trace._LONGEST_LINE", 1 << 20)
+    first = refused(write("x" * (1 << 20) + "\n"))
+    assert (first.what, first.where and first.where[-2:]) == ("a line is longer than 1 MiB", ":1")
+    path = write(row(id="a") + "\n" + row(id="b" * (1 << 20)))
+    later = refused(path, skip_bad_lines=True)
+    assert (later.what, later.where) == ("a line is longer than 1 MiB", f"{path}:2")
+
+
+def test_a_scenario_without_end_is_refused(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplan.trace._LARGEST_SCENARIO", 1 << 20)
+    assert refused(write('{"config":\n' * 200_000)).what == "a scenario of more than 1 MiB"
+
+
+def test_a_closed_standard_input_is_no_trace_and_hinders_no_other(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert refused("-").what == "standard input is closed"
+    assert len(read_trace(write(row(id="a"))).requests) == 1
