@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvplan.core.engine import SchedulerConfig
-from kvplan.core.request import PICOSECONDS, Request, Segment
+from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name
 
@@ -32,7 +32,6 @@ FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 _MAX_TOKENS = 10**9
 _MAX_BLOCKS = 10**8
 _MAX_ARRIVAL_S = 10**10
-_MAX_SAMPLES = 1024
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _KVPLAN_KEYS = frozenset(
@@ -794,8 +793,8 @@ def _tokens(value: object, field: str) -> int:
 
 def _samples(value: object) -> int:
     number = _whole(value, "n")
-    if not 0 < number <= _MAX_SAMPLES:
-        raise _BadLine(f"n is {number}, not a number from 1 to {_MAX_SAMPLES:,}")
+    if not 0 < number <= MAX_SAMPLES:
+        raise _BadLine(f"n is {number}, not a number from 1 to {MAX_SAMPLES:,}")
     return number
 
 
