@@ -13,6 +13,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
+from kvplan.core.request import MAX_SAMPLES
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError, unknown_name
 from kvplan.units import parse_count, parse_size
@@ -229,8 +230,6 @@ _POSITIVE = (
 #: The plain engine keeps several numbers for each block.
 _MAX_BLOCKS = 10**8
 _POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
-#: Samples of a request at most: an engine visits each.
-MAX_SAMPLES = 1024
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10
 

@@ -23,10 +23,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from kvplan.core.engine import SchedulerConfig, quoted
-from kvplan.core.request import PICOSECONDS, Request, Segment
+from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name, unreadable
-from kvplan.options import MAX_SAMPLES
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 

@@ -221,7 +221,7 @@ OUTER = {
         "kvplan.safe_yaml",
         "kvplan.safetensors",
     ],
-    "kvplan.trace": ["kvplan.errors", "kvplan.options"],
+    "kvplan.trace": ["kvplan.errors"],
     "kvplan.workloads": ["kvplan.trace"],
     "kvplan.options": ["kvplan.errors", "kvplan.units"],
     "kvplan.python_repr": [],

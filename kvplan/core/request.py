@@ -8,6 +8,9 @@ from typing import NamedTuple
 #: Ticks of a second where the clock counts picoseconds.
 PICOSECONDS = 10**12
 
+#: Most samples of a request: an engine visits each.
+MAX_SAMPLES = 1024
+
 
 def seconds(ticks: float, seconds_per_tick: Fraction) -> float:
     """Ticks as seconds, rounded once."""

@@ -166,6 +166,15 @@ def test_a_partly_filled_block_is_hit_and_copied() -> None:
     assert play.metrics.copied_blocks == 1
 
 
+def test_without_room_for_a_tail_and_its_copy_the_tail_is_computed() -> None:
+    first = request("a", output=1, content=(("s", 0, 6),))
+    second = request("b", output=1, content=(("s", 0, 6), ("b", 0, 6)), at=1)
+    play = Play(first, second, num_gpu_blocks=3)
+    # Three blocks hold the second; a fourth would be the cached one beside its copy.
+    assert [tokens for _, tokens in play.turns[1].prefix_hits] == [4]
+    assert [tokens for _, tokens in Play(first, second, num_gpu_blocks=4).turns[1].prefix_hits] == [6]
+
+
 def test_a_block_that_is_computed_in_this_step_can_be_shared_but_not_copied() -> None:
     prompts = [request(name, output=1, content=(("s", 0, 8),)) for name in ("a", "b")]
     play = Play(*prompts)
@@ -234,6 +243,14 @@ def test_the_one_with_the_most_generated_tokens_is_swapped_out_and_comes_back() 
     assert figures.recomputed_tokens == 0
 
 
+def test_all_that_a_swapped_request_computed_is_found_after_it_has_ended() -> None:
+    """Its first blocks were stored before it left, and emptied when it came back: it is stored anew from there."""
+    again = request("c", output=1, content=(("p:a", 0, 8), ("o:a", 0, 9)), at=40)
+    play = Play(request("a", 8, 9), request("b", 8, 9, at=1), again, num_gpu_blocks=6, max_num_seqs=4)
+    assert play.ids("preempted")[5] == ["a"]
+    assert play.turns[-1].prefix_hits[0][1] == 16
+
+
 def test_the_last_to_come_goes_first_with_that_rule() -> None:
     play = contest(victim="last-come")
     assert play.ids("preempted")[5] == ["b"]
@@ -270,17 +287,19 @@ def test_nobody_is_admitted_while_one_who_came_before_is_swapped_out() -> None:
     assert play.ids("admitted")[10] == ["c"], "in the step in which a is back"
 
 
-def test_by_priority_the_least_important_is_the_victim_and_waits_behind_others() -> None:
+@pytest.mark.parametrize("at", [5, 6])
+def test_by_priority_the_least_important_is_the_victim_and_waits_behind_others(at: int) -> None:
     play = Play(
         request("a", 8, 9, priority=1),
         request("b", 8, 9, at=1, priority=2),
-        request("c", 4, 1, at=6),
+        request("c", 4, 1, at=at),
         policy="priority",
         num_gpu_blocks=6,
         max_num_seqs=4,
     )
     assert play.ids("preempted")[5] == ["b"]
-    assert play.ids("admitted")[6] == ["c"], "it is more important than b, which waits"
+    # It is more important than b, which waits; but in a step that preempts nobody is admitted.
+    assert play.ids("admitted")[6] == ["c"]
 
 
 def test_a_group_is_swapped_as_a_whole() -> None:
