@@ -27,6 +27,7 @@ from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead, estimate_overhead
 from kvplan.core.vllm_rules import vllm_rules
+from kvplan.core.weights import Ranks
 from kvplan.errors import InputError
 from kvplan.jobs.size import size
 
@@ -155,7 +156,7 @@ def estimated(log: Log) -> Compared | None:
     own = None
     if log.own_weights:
         weights = log.spec.weights
-        own = weights.per_gpu_bytes(log.spec.dtype, log.tp, log.spec.num_kv_heads)
+        own = weights.rank_bytes(log.spec.dtype, Ranks(log.tp, num_kv_heads=log.spec.num_kv_heads))
         own = own and own + weights.rotary_bytes(log.spec.dtype)
     if log.weights_gib is None and own is None:
         return None

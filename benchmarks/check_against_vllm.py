@@ -424,7 +424,6 @@ def model_of(case: dict[str, Any]) -> tuple[ModelSpec, Deployment]:
         head_dim=64,
         vocab_size=1000,
         max_position_embeddings=LONGEST,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(item for item in layers if item.layer < case["num_layers"]),
         weights=Weights(0, "config"),

@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
 from kvplan.core.kv_cache import (
     Cache,
     CacheFormat,
@@ -37,7 +37,7 @@ from kvplan.core.model import ModelSpec
 from kvplan.core.pools.llama_cpp import LlamaCppPool
 from kvplan.core.pools.sglang import SglangPool, SglangRules
 from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool
-from kvplan.core.weights import Weights
+from kvplan.core.weights import WHOLE_MODEL, Weights
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -261,7 +261,7 @@ def _llama_cpp_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
 
 
 #: The one stage of a model on one GPU.
-STAGE = Stage(0, 10**6, is_first=True, is_last=True)
+STAGE = WHOLE_MODEL
 
 
 def _deployment(engine: str, form: str, *, tp: int = 1, block_size: int = 1, batch: int = 8192) -> Deployment:
@@ -296,7 +296,6 @@ def _spec(shape: Shape) -> ModelSpec:
         head_dim=1,
         vocab_size=1,
         max_position_embeddings=None,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(layers),
         weights=Weights(None, "config"),

@@ -20,11 +20,9 @@ from kvplan.catalogue import (
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.data import resource
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, unknown_name, unreadable
 from kvplan.hf_config import CATALOGUE_FIELDS, Origin, draft_layers, spec_from_config
 from kvplan.safe_yaml import parse_value
-
-__all__ = ["list_gpus", "list_models", "load_gpu", "load_model", "resource", "spec_from_config"]
 
 #: The largest config.json seen is below a megabyte; parsed JSON may take twenty times its text.
 _MAX_CONFIG_BYTES = 4 << 20
@@ -265,11 +263,7 @@ def _read_text(path: Path) -> str:
             )
         return _as_text(path.read_bytes(), str(path))
     except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}",
-            where=str(path),
-            hint="check the path and its permissions",
-        ) from None
+        raise unreadable(error, where=str(path)) from None
 
 
 def _as_text(raw: bytes, where: str) -> str:

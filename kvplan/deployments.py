@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, unknown_name, unreadable
 from kvplan.safe_yaml import Node, Place, decode, parse_documents
 from kvplan.shell import MAX_SCRIPT, Locate, Word, locate_lines, read_script, split_words
 from kvplan.vllm_command import VllmCommand, read_start, words_of_config
@@ -111,11 +111,6 @@ def read_deployment(source: str, *, ignored_flags: Sequence[str] = ()) -> VllmCo
     return read_start(chosen.start, ignored_flags=ignored_flags, read_config=read_config)
 
 
-def deployment_path(source: str) -> str:
-    """The file that ``FILE#name`` means."""
-    return source.partition("#")[0]
-
-
 def _read(path: str) -> str:
     try:
         if path == "-":
@@ -124,11 +119,7 @@ def _read(path: str) -> str:
             with Path(path).open("rb") as stream:
                 raw = stream.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
-        raise InputError(
-            f"cannot read the file: {getattr(error, 'strerror', None) or error}",
-            where=f"--from {path}",
-            hint="give a file that exists and can be read",
-        ) from error
+        raise unreadable(error, where=f"--from {path}") from error
     name = "standard input" if path == "-" else path
     if len(raw) > _MAX_BYTES:
         raise InputError(
@@ -330,7 +321,7 @@ class _Compose:
                 f"the command is longer than {MAX_SCRIPT >> 10} KiB", where=str(node.place), hint="shorten it"
             )
         locate = word.locate
-        assert locate is not None, "set by _word"
+        assert locate is not None, "a file's words have places"
         return tuple(self._interpolate(one) for one in split_words(word.text, locate, self._file.name))
 
     def _environment(self, node: Node) -> dict[str, Word]:

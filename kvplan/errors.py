@@ -10,7 +10,8 @@ Any other exception is a bug in kvplan and keeps its traceback.
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import reprlib
+from collections.abc import Iterable, Mapping
 
 
 class KvplanError(Exception):
@@ -45,6 +46,28 @@ class DoesNotFit(KvplanError):
 
     exit_code = 1
 
+
+def unreadable(
+    error: Exception,
+    *,
+    where: str,
+    what: str = "the file",
+    hint: str = "give a file that exists and can be read",
+) -> InputError:
+    """The error for a file that the system does not give; ``error`` is what it says."""
+    return InputError(
+        f"cannot read {what}: {getattr(error, 'strerror', None) or error}", where=where, hint=hint
+    )
+
+
+def quoted(value: object) -> str:
+    """A wrong value for a message, cut where it is long; what is nested deeply in it is left out."""
+    text = _BRIEF.repr(value) if isinstance(value, list | Mapping) else str(value)
+    return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
+
+
+_BRIEF = reprlib.Repr()
+_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 3, 30, 10
 
 #: Names are quoted up to this length: a path may be long, a hostile name has no end.
 _LONGEST_NAME = 200

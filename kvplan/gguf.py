@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from kvplan.errors import InputError
+from kvplan.errors import InputError, unreadable
 
 #: Elements of a block and bytes of a block, by the number that a file has for the type (gguf 0.19.0,
 #: gguf/constants.py GGML_QUANT_SIZES and GGMLQuantizationType).
@@ -197,11 +197,7 @@ def _read_file(path: Path) -> GgufModel:
         with path.open("rb") as file:
             return _read_header(_Header(file, path, path.stat().st_size))
     except OSError as error:
-        raise InputError(
-            f"cannot read {path}: {error.strerror}",
-            where=str(path),
-            hint="check the path and its permissions",
-        ) from None
+        raise unreadable(error, where=str(path)) from None
 
 
 def _read_header(header: _Header) -> GgufModel:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import difflib
 import re
-import reprlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
@@ -29,9 +28,9 @@ from kvplan.core.families import is_plain, weight_groups
 from kvplan.core.kv_cache import KINDS, Cache, LayerCache
 from kvplan.core.layouts import mlp_of
 from kvplan.core.model import ModelSpec
-from kvplan.core.rotary import rotary_elements
+from kvplan.core.rotary import position_scalings, rotary_elements
 from kvplan.core.weights import WeightGroup, Weights, parameters_of
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, quoted, unknown_name
 
 if TYPE_CHECKING:
     from kvplan.core.quantization import Quantization
@@ -49,7 +48,13 @@ _MAX_COUNT = 10**7
 _MAX_LENGTH = 10**9
 _MAX_PARAMETERS = 10**15
 
-_LENGTHS = {"vocab_size", "max_position_embeddings", "sliding_window", "attention_chunk_size"}
+_LENGTHS = {
+    "attention_chunk_size",
+    "max_position_embeddings",
+    "original_max_position_embeddings",
+    "sliding_window",
+    "vocab_size",
+}
 #: What a model with a tower calls the config of its language model; omni models nest twice.
 _NESTED = ("thinker_config", "text_config", "llm_config", "language_config")
 _COUNTS = {
@@ -199,7 +204,6 @@ _MAPPINGS = {
     "linear_attn_config",
     "quantization_config",
     "rope_parameters",
-} | {
     "rope_scaling",
     "vision_config",
 }
@@ -210,29 +214,29 @@ _TEXTS = {
     "hybrid_override_pattern",
     "mamba_ssm_cache_dtype",
     "mamba_ssm_dtype",
-    "mtp_hybrid_override_pattern",
-} | {
     "model_type",
+    "mtp_hybrid_override_pattern",
     "source",
 }
 #: Fields of other types that are read: intermediate_size may be a list where it is not used (Gemma-3n),
 #: a window pattern may be a word, the size of a state's heads "auto", the last layer with experts -1.
 _PATTERNS = {"sliding_window_pattern", "_sliding_window_pattern"}
 _WORDS_TOO = _PATTERNS | {"index_topk_pattern", "mamba_head_dim"}
-_OTHERS = {
+_OTHERS = _PATTERNS | {
+    "index_topk_pattern",
     "intermediate_size",
     "moe_layer_end_index",
     "moe_layer_freq",
     "parameters",
-    "index_topk_pattern",
-} | _PATTERNS
-_OTHERS |= {"use_bidirectional_attention"}
+    "use_bidirectional_attention",
+}
 #: Counts that a config may give for each layer, all alike (Hunyuan).
 _PER_LAYER = ("moe_intermediate_size", "num_experts", "num_experts_per_tok")
 #: Every field that is read, under its common name.
 FIELDS = frozenset(_LENGTHS | _COUNTS | _COUNTS_FROM_ZERO | _FLAGS | _LISTS | _MAPPINGS | _TEXTS | _OTHERS)
 #: Fields that only the count of parameters reads (kvplan/core/families.py), which checks them itself.
 _WEIGHTS_ONLY = {
+    "add_qkv_bias",
     "encoder_attention_heads",
     "encoder_ffn_dim",
     "encoder_layers",
@@ -261,6 +265,7 @@ _SPEC_NAMES = {
 #: Overrides that leave a total known from files or the catalogue true.
 _WEIGHT_NEUTRAL = (
     {"dtype", "max_position_embeddings", "parameters", "quantization_config", "family", "hf_id", "source"}
+    | {"original_max_position_embeddings"}
     | _LISTS
     | {"sliding_window", "use_sliding_window", "max_window_layers", "rope_scaling", "attention_chunk_size"}
     | {"use_cla", "mamba_ssm_dtype", "mamba_ssm_cache_dtype", "index_topk_freq", "index_skip_topk_offset"}
@@ -274,13 +279,6 @@ _TELLING_NOTHING = r"_dropout|_bias|^output_|rotary|rope|vision|audio|image|vide
 
 _REQUIRED = ("num_hidden_layers", "hidden_size", "vocab_size")
 _REQUIRED_BY_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-#: Kinds of rotary embedding that do not stretch the context (transformers 5.24.0,
-#: modeling_rope_utils.py; "mrope" only splits positions into three).
-_ROPE_NOT_SCALED = {"default", "mrope", "proportional"}
-
-
-_BRIEF = reprlib.Repr()
-_BRIEF.maxlevel, _BRIEF.maxlist, _BRIEF.maxdict = 3, 30, 10
 
 
 class Origin(NamedTuple):
@@ -329,6 +327,7 @@ def spec_from_config(
         fields.pop("parameters", None)
     aliases = fields.get("aliases")
     hf_id = fields.get("hf_id")
+    weights = _weights(name, fields, stored)
     return ModelSpec(
         name=origin.model,
         family=str(fields.get("family") or architecture.family),
@@ -340,19 +339,18 @@ def spec_from_config(
         head_dim=number(fields, "head_dim"),
         vocab_size=number(fields, "vocab_size"),
         max_position_embeddings=number(fields, "max_position_embeddings") or None,
-        rope_scaled=_is_rope_scaled(fields),
         dtype=_served_dtype(fields, stored),
         layers=layers,
-        weights=_weights(name, fields, stored)._replace(
-            rotary_elements=rotary_elements(architecture.family, fields)
-        ),
+        weights=weights._replace(rotary_elements=rotary_elements(architecture.family, fields)),
         source=source,
         hf_id=hf_id if isinstance(hf_id, str) else None,
         aliases=tuple(str(alias) for alias in aliases) if isinstance(aliases, list) else (),
         draft_layers=drafts,
-        mlp=mlp_of(architecture.layout, fields),
+        mlp=mlp_of(architecture.layout, fields, has_experts=weights.has_experts),
         kv_cache_dtype=_stored_kv_dtype(fields),
         mamba_chunk_size=number(fields, "mamba_chunk_size") or number(fields, "chunk_size", 2048),
+        position_scalings=position_scalings(fields),
+        original_max_position_embeddings=number(fields, "original_max_position_embeddings") or None,
     )
 
 
@@ -431,7 +429,7 @@ def _architecture(
         names = [override] if isinstance(override, str) else override
         where = "--set architectures=..."
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        what = "is missing" if names is None else f"is {_quoted(names)}, not a list of names"
+        what = "is missing" if names is None else f"is {quoted(names)}, not a list of names"
         raise InputError(
             f"architectures {what}",
             where=where,
@@ -465,7 +463,7 @@ def _within(config: Mapping[str, object], where: str) -> Architecture:
     if isinstance(kind, str) and kind in BY_MODEL_TYPE:
         return ARCHITECTURES[BY_MODEL_TYPE[kind]]
     raise InputError(
-        f"the language model within is of an unknown kind: model_type is {_quoted(kind)}",
+        f"the language model within is of an unknown kind: model_type is {quoted(kind)}",
         where=where,
         hint="say which class it is: --set architectures=LlamaForCausalLM",
     )
@@ -484,7 +482,7 @@ def _unknown_architecture(name: str, flat: Mapping[str, object], where: str) -> 
     told = f"; nothing here reads {', '.join(unread[:8])}" if unread else ""
     more = f" and {len(unread) - 8} more" if len(unread) > 8 else ""
     return InputError(
-        f"unknown architecture {_quoted(name)}{told}{more}",
+        f"unknown architecture {quoted(name)}{told}{more}",
         where=where,
         hint=f"nearest is {nearest}: if its layers keep the same, add --set architectures={nearest}; "
         "a catalogue entry may give attention and parameters itself",
@@ -556,12 +554,12 @@ def _type_fault(name: str, value: object) -> _Fault | None:
         return None
     else:
         return _number_fault(name, value)
-    return None if fits else _Fault(name, f"{name} is {_quoted(value)}, not {wanted}", hint)
+    return None if fits else _Fault(name, f"{name} is {quoted(value)}, not {wanted}", hint)
 
 
 def _number_fault(name: str, value: object) -> _Fault | None:
     if isinstance(value, bool) or not isinstance(value, int):
-        return _Fault(name, f"{name} is {_quoted(value)}, not a whole number", "write a number, such as 8")
+        return _Fault(name, f"{name} is {quoted(value)}, not a whole number", "write a number, such as 8")
     lowest = -1 if name == "moe_layer_end_index" else 0 if name in _FROM_ZERO else 1
     if value < lowest:
         return _Fault(name, f"{name} is {value}, below {lowest}", f"write a number of at least {lowest}")
@@ -580,13 +578,7 @@ def _dtype_fault(name: str, value: object) -> _Fault | None:
         return None
     near = difflib.get_close_matches(value[:60], _DTYPES, n=2) if isinstance(value, str) else []
     hint = f"did you mean {' or '.join(near)}?" if near else f"known are {', '.join(_DTYPES)}"
-    return _Fault(name, f"unknown {name} {_quoted(value)}", hint)
-
-
-def _quoted(value: object) -> str:
-    """A wrong value for a message, cut where it is long; what is nested deeply in it is left out."""
-    text = _BRIEF.repr(value) if isinstance(value, list | Mapping) else str(value)
-    return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
+    return _Fault(name, f"unknown {name} {quoted(value)}", hint)
 
 
 def _complete(fields: dict[str, object], architecture: Architecture) -> None:
@@ -720,7 +712,7 @@ def _written_cache(entry: object, fields: Mapping[str, object], origin: Origin) 
     where = origin.of("attention")
     if not isinstance(entry, Mapping) or not {"kind", "layers"} <= entry.keys():
         raise InputError(
-            f"{_quoted(entry)} is no entry of attention",
+            f"{quoted(entry)} is no entry of attention",
             where=where,
             hint="write it as {kind: full, layers: 8}",
         )
@@ -769,21 +761,6 @@ def _stored_kv_dtype(fields: Mapping[str, object]) -> str | None:
         return None
     algo = inner.get("kv_cache_quant_algo") or settings.get("kv_cache_quant_algo")
     return {"fp8": "fp8", "nvfp4": "nvfp4"}.get(algo.lower()) if isinstance(algo, str) else None
-
-
-def _is_rope_scaled(fields: Mapping[str, object]) -> bool:
-    """Whether rotary positions are stretched beyond what the model was trained on."""
-    for name in ("rope_scaling", "rope_parameters"):
-        settings = fields.get(name)
-        if not isinstance(settings, Mapping):
-            continue
-        # Gemma nests one setting for each kind of layer.
-        nested = [value for value in settings.values() if isinstance(value, Mapping)]
-        for one in (settings, *nested):
-            kind = one.get("rope_type", one.get("type"))
-            if isinstance(kind, str) and kind not in _ROPE_NOT_SCALED:
-                return True
-    return False
 
 
 def _served_dtype(fields: Mapping[str, object], stored: StoredWeights | None) -> str:

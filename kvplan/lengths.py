@@ -37,28 +37,11 @@ def residents(options: SizeOptions, plan: Plan, usable_blocks: int, warnings: li
             f"--trace and --{other} both say what sequences hold", where="--trace", hint="give one of them"
         )
     caching = deployment.enable_prefix_caching
-    sharing = prefix_sharing(plan.pool, deployment.cache.decode_context_parallel_size)
+    sharing = Sharing(unit=1, blocks=0)
+    if caching:
+        sharing = prefix_sharing(plan.pool, deployment.cache.decode_context_parallel_size)
     if options.trace is not None:
-        from kvplan.trace import read_trace  # lengths alone need no trace
-
-        sequences, cut = sequences_of(
-            read_trace(options.trace).requests,
-            plan.pool.blocks,
-            deployment.max_model_len,
-            sharing if caching else sharing._replace(blocks=0),
-        )
-        if cut:
-            warnings.append(
-                f"{cut:,} of {len(sequences):,} sequences of the trace are longer than max_model_len "
-                f"{deployment.max_model_len:,} and are counted as cut off there"
-            )
-        found = residents_of_trace(sequences, usable_blocks, sharing.blocks if caching else 0)
-        if found.method == "trace, extended":
-            warnings.append(
-                f"all {len(sequences):,} sequences of the trace are resident at once: more of the same is reckoned "
-                "by their mean"
-            )
-        return found
+        return _of_trace(options.trace, plan, sharing, usable_blocks, warnings)
     prefix = options.shared_prefix or 0
     if prefix > deployment.max_model_len:
         raise InputError(
@@ -68,7 +51,7 @@ def residents(options: SizeOptions, plan: Plan, usable_blocks: int, warnings: li
         )
     if prefix and not caching:
         warnings.append("prefix caching is off: each sequence holds the shared prefix for itself")
-    shared = prefix // sharing.unit * sharing.blocks if caching else 0
+    shared = prefix // sharing.unit * sharing.blocks
     if options.lengths is None:
         return residents_of_equal(plan.pool, usable_blocks, max(deployment.seq, prefix), shared)
     mean, p95 = read_lengths(options.lengths)
@@ -85,6 +68,26 @@ def residents(options: SizeOptions, plan: Plan, usable_blocks: int, warnings: li
         shortest=max(1, prefix),
         shared_blocks=shared,
     )
+
+
+def _of_trace(trace: str, plan: Plan, sharing: Sharing, usable_blocks: int, warnings: list[str]) -> Residents:
+    """The sequences of a trace that ``usable_blocks`` hold."""
+    from kvplan.trace import read_trace  # lengths alone need no trace
+
+    longest = plan.deployment.max_model_len
+    sequences, cut = sequences_of(read_trace(trace).requests, plan.pool.blocks, longest, sharing)
+    if cut:
+        warnings.append(
+            f"{cut:,} of {len(sequences):,} sequences of the trace are longer than max_model_len "
+            f"{longest:,} and are counted as cut off there"
+        )
+    found = residents_of_trace(sequences, usable_blocks, sharing.blocks)
+    if found.method == "trace, extended":
+        warnings.append(
+            f"all {len(sequences):,} sequences of the trace are resident at once: more of the same is reckoned "
+            "by their mean"
+        )
+    return found
 
 
 def read_lengths(text: str) -> tuple[int, int]:

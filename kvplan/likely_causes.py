@@ -6,23 +6,21 @@ A cause is named only where it was computed and makes the figure come out within
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from kvplan.config import load_model
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import Capacity
-from kvplan.core.vllm_rules import RULE_CHANGES, nearest_rules
+from kvplan.core.vllm_rules import RULE_CHANGES, nearest_rules, vllm_rules
 from kvplan.errors import KvplanError
 from kvplan.log_budget import most, own_sum
+from kvplan.log_lines import Unit
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, serve
 from kvplan.startup_log import Figure, StartupLog
 
-Unit = Literal["bytes", "tokens", "blocks", "times", "percent", "count"]
-
-#: Weights are alike within one part in this many: engines count buffers and the allocator's rounding in.
-SAME_WEIGHTS = 100
+#: Weights are alike within one part in this many.
+_SAME_WEIGHTS = 100
 
 
 class Derived(NamedTuple):
@@ -51,9 +49,7 @@ class Case:
         self.options = options
         self.served = served
         self._gpu, self._count = find_gpu(options.gpu)
-        self._spec: ModelSpec = load_model(
-            model, catalogue=Path(options.models) if options.models else None, overrides=options.set
-        )
+        self._spec: ModelSpec = load_model(model, catalogue=options.catalogue, overrides=options.set)
         self._served: dict[tuple[tuple[str, object], ...], Served | None] = {}
 
     def with_changes(self, changes: Mapping[str, object]) -> Served | None:
@@ -221,7 +217,7 @@ def needed_bytes(served: Served) -> int:
     """
     kv = served.kv.per_gpu
     engine = served.engine
-    older = engine.name == "vllm" and tuple(map(int, engine.version.split("."))) < (0, 19)
+    older = engine.name == "vllm" and vllm_rules(engine.version).number < (0, 19)
     sizes = [group.page_bytes for group in kv.groups]
     if older and len(sizes) > 1 and served.deployment.pipeline_parallel_size == 1 and None not in sizes:
         return sum((group.page_bytes or 0) * group.layers * group.blocks_per_sequence for group in kv.groups)
@@ -238,7 +234,7 @@ def weights_cause(case: Case, weights: Figure, ours: int) -> str | None:
     """Why the weights differ, beyond rounding."""
     if weights.allows(ours):
         return None
-    if _near(weights, ours):
+    if weights_agree(weights, ours):
         return "less than 1 %: buffers and the allocator's rounding"
     quantization = case.options.quantization
     tries = [
@@ -258,16 +254,17 @@ def weights_cause(case: Case, weights: Figure, ours: int) -> str | None:
             continue
         served = case.with_changes(changes)
         other = nearest(case.loaded(served), weights.value) if served is not None else None
-        if other is not None and _near(weights, other):
+        if other is not None and weights_agree(weights, other):
             return cause
     ranks = (case.options.tensor_parallel_size or 1) * (case.options.pipeline_parallel_size or 1)
-    if ranks > 1 and _near(weights, ours * ranks):
+    if ranks > 1 and weights_agree(weights, ours * ranks):
         return f"the whole model's, not those of one of {ranks} ranks"
     return None
 
 
-def _near(weights: Figure, ours: int) -> bool:
-    return abs(weights.value - ours) * SAME_WEIGHTS <= ours
+def weights_agree(weights: Figure, ours: int) -> bool:
+    """Whether weights are alike within a hundredth: engines count buffers and the allocator's rounding in."""
+    return abs(weights.value - ours) * _SAME_WEIGHTS <= ours
 
 
 def largest_part(case: Case, memory: Figure) -> str | None:

@@ -27,13 +27,17 @@ Engine = Literal["vllm", "sglang", "tensorrt-llm", "llama.cpp"]
 Role = Literal["", "start", "engine", "ready", "refusal", "draft", "pool"]
 
 
+#: What a figure is counted in.
+Unit = Literal["bytes", "tokens", "blocks", "count", "times", "share", "percent"]
+
+
 class Bracket(NamedTuple):
     """A printed number and what may have been before it was rounded: every value from ``low`` to ``high``."""
 
     value: int | float
     low: int | float
     high: int | float
-    unit: str
+    unit: Unit
 
 
 class Field(NamedTuple):
@@ -65,7 +69,7 @@ class Scale(NamedTuple):
 
     factor: int
     places: int
-    unit: str
+    unit: Unit
     #: Rounded down to the last digit rather than to the nearest.
     cut: bool = False
     #: Relative error of the number before it was printed, as one part in this many; 0: none.
@@ -87,7 +91,7 @@ _SCALES: Mapping[str, Scale] = {
     "count": Scale(1, 0, "count"),
 }
 #: Figures that stay as they are printed, with their decimals.
-_RATIOS: Mapping[str, str] = {"ratio": "times", "share": "share", "percent": "percent"}
+_RATIOS: Mapping[str, Unit] = {"ratio": "times", "share": "share", "percent": "percent"}
 #: Numbers that are followed by a unit of their own, with the decimals that are printed.
 _SIZE_FACTORS = {"B": 1, "KiB": 1 << 10, "MiB": _MIB, "GiB": _GIB, "TiB": 1 << 40}
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -60,6 +61,17 @@ class ServingOptions:
     calibration: str | None = None
     set: tuple[str, ...] = ()
     models: str | None = None
+
+    @property
+    def has_degrees(self) -> bool:
+        """Whether any degree of parallelism is given."""
+        degrees = (self.tensor_parallel_size, self.pipeline_parallel_size, self.data_parallel_size)
+        return any(degree is not None for degree in degrees)
+
+    @property
+    def catalogue(self) -> Path | None:
+        """The file that ``models`` names; None: the shipped one."""
+        return Path(self.models) if self.models else None
 
     @classmethod
     def of(cls, values: Mapping[str, object]) -> Self:

@@ -6,18 +6,17 @@ import csv
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from kvplan.core.engine import DecodeRun
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
-from kvplan.plots import Bar, Point, draw_comparison, draw_timeline, require_matplotlib
 
 
 def check_output_paths(paths: Mapping[str, str | None], *, sources: Sequence[str] = ()) -> None:
@@ -62,12 +61,12 @@ def _resolved(path: str) -> str:
 @contextmanager
 def whole_file(path: str) -> Iterator[TextIO]:
     """A text file that takes its place only when the block ends without an error."""
-    with _whole(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
+    with whole_path(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         yield file
 
 
 @contextmanager
-def _whole(path: str) -> Iterator[Path]:
+def whole_path(path: str) -> Iterator[Path]:
     """A temporary file that takes its place only when the block ends without an error.
 
     What is no regular file, such as ``/dev/null`` or a pipe, is given as it is.
@@ -90,19 +89,6 @@ def _whole(path: str) -> Iterator[Path]:
         raise
 
 
-def check_picture(path: str, option: str) -> None:
-    """Refuse early what is no picture that can be drawn; raises `InputError`."""
-    if not path.endswith((".png", ".svg")):
-        raise InputError(f'"{path}" ends in no known way', where=option, hint="name it .png or .svg")
-    require_matplotlib(path)
-
-
-def write_comparison(path: str, bars: Sequence[Bar], axis: str) -> None:
-    """The picture of runs side by side, in a PNG or SVG file; ``axis`` names what was varied."""
-    with _whole(path) as temporary:
-        draw_comparison(temporary, bars, axis)
-
-
 class RequestWriter:
     """Writes one CSV row a request when it ends: what it asked, what became of it, its times in seconds."""
 
@@ -122,6 +108,7 @@ class RequestWriter:
                 "hit_tokens",
                 "resumed_hit_tokens",
                 "preemptions",
+                "peak_blocks",
                 "queue_s",
                 "ttft_s",
                 "tpot_s",
@@ -143,6 +130,7 @@ class RequestWriter:
                 r.hit_tokens,
                 r.resumed_hit_tokens,
                 r.preemptions,
+                r.peak_blocks,
                 self._time(queue_ticks(r)),
                 self._time(ttft_ticks(r)),
                 self._time(tpot_ticks(r)),
@@ -200,109 +188,3 @@ class EventWriter:
                 if turn.evicted_blocks:
                     line["evicted_blocks"] = turn.evicted_blocks
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-
-
-#: Points of a picture: more than it has columns only cost time and file size.
-_MOST_POINTS = 4_096
-
-
-class Timeline:
-    """The KV pool and the queues after each step's scheduling: a row of a CSV file each, or a picture."""
-
-    def __init__(self, path: str, usable_blocks: int, scale: Fraction | None) -> None:
-        """Takes ``.csv``, ``.png`` and ``.svg``; raises `InputError` for any other ending."""
-        if path.endswith((".png", ".svg")):
-            require_matplotlib(path)
-        elif not path.endswith(".csv"):
-            raise InputError(
-                f'"{path}" ends in no known way', where="--timeline", hint="name it .csv, .png or .svg"
-            )
-        self._path = path
-        self._usable = usable_blocks
-        self._scale = scale
-        self._queried = self._hit = 0
-        self._draw: Callable[[Point], None] = self._keep
-        self._points: list[Point] = []
-        self._per_point = 1
-        self._pending: list[Point] = []
-
-    @contextmanager
-    def writing(self) -> Iterator[Timeline]:
-        """Write the file while the block runs; it appears when the block ends without an error."""
-        if self._path.endswith(".csv"):
-            with whole_file(self._path) as file:
-                writer = csv.writer(file, lineterminator="\n")
-                writer.writerow(["step", "time_s", "used_blocks", "utilization", *Point._fields[3:]])
-                self._draw = lambda point: writer.writerow(self._row(point))
-                yield self
-            return
-        yield self
-        with _whole(self._path) as temporary:
-            draw_timeline(temporary, [*self._points, *self._pending], self._usable, self._scale)
-
-    def __call__(self, record: StepRecord) -> None:
-        """Note the steps of a turn."""
-        turn = record.turn
-        if turn is None:
-            return
-        if isinstance(turn, DecodeRun):
-            self._note_run(record, turn)
-            return
-        for sequence, tokens in turn.prefix_hits:
-            if not sequence.num_preemptions:
-                self._queried += sequence.request.input_tokens
-                self._hit += tokens
-        self._draw(
-            Point(
-                record.step,
-                record.start,
-                self._usable - turn.free_blocks,
-                turn.cached_blocks,
-                turn.running,
-                turn.waiting,
-                turn.scheduled_tokens,
-                len(turn.preempted),
-                self._hit_rate,
-            )
-        )
-
-    def _note_run(self, record: StepRecord, run: DecodeRun[Any]) -> None:
-        free, cached, start = run.free_blocks, run.cached_blocks, record.start
-        for i in range(run.steps):
-            if i:
-                free -= run.takes[i]
-                cached = min(cached, free)  # blocks without content are taken first
-                start += record.first + record.growth * (i - 1)
-            used, tokens = self._usable - free, run.decoders
-            self._draw(
-                Point(
-                    record.step + i, start, used, cached, run.running, run.waiting, tokens, 0, self._hit_rate
-                )
-            )
-
-    @property
-    def _hit_rate(self) -> float | None:
-        return self._hit / self._queried if self._queried else None
-
-    def _row(self, point: Point) -> list[object]:
-        time_s = "" if self._scale is None else seconds(point.start, self._scale)
-        used = point.used_blocks
-        hit_rate = "" if point.hit_rate is None else point.hit_rate
-        return [point.step, time_s, used, used / self._usable, *point[3:-1], hit_rate]
-
-    def _keep(self, point: Point) -> None:
-        """Keep what a picture can show: of the steps that fall on one point the fullest, and all preemptions."""
-        self._pending.append(point)
-        if len(self._pending) < self._per_point:
-            return
-        self._points.append(_fullest(self._pending))
-        self._pending = []
-        if len(self._points) >= 2 * _MOST_POINTS:
-            pairs = zip(self._points[::2], self._points[1::2], strict=True)
-            self._points = [_fullest(pair) for pair in pairs]
-            self._per_point *= 2
-
-
-def _fullest(points: Sequence[Point]) -> Point:
-    fullest = max(points, key=lambda point: point.used_blocks)
-    return fullest._replace(preempted=sum(point.preempted for point in points))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,7 +68,16 @@ def draw_timeline(path: Path, points: Sequence[Point], usable_blocks: int, scale
     queues.step(times, [point.waiting for point in points], where="post", label="waiting")
     queues.set_ylabel("sequences")
     queues.set_xlabel("seconds" if scale else "step")
-    queues.legend(loc="upper right")
+    lines = queues.get_lines()
+    if preempted:
+        events = queues.twinx()
+        so_far = list(accumulate(point.preempted for point in points))
+        lines += events.step(
+            times, so_far, where="post", color="tab:red", linewidth=1, label="preemptions so far"
+        )
+        events.set_ylabel("preemptions")
+        events.set_ylim(bottom=0)
+    queues.legend(handles=lines, loc="upper left")
     figure.savefig(path)
 
 

@@ -10,7 +10,9 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
+from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -34,8 +36,11 @@ if TYPE_CHECKING:
 _NARROWEST = 20
 #: Results that have room as columns beside each other; more are rows.
 _MOST_BESIDE = 3
-#: Characters of the longest bar.
+#: Characters of the longest bar, and of the narrowest terminal that has room for it.
 _BAR = 24
+_NARROWEST_BAR = 72
+#: Longer words, such as paths, may be cut.
+_LONGEST_WORD = 32
 #: Characters of a run's name beside which its figures have room.
 _WIDEST_LABEL = 12
 
@@ -76,6 +81,9 @@ class Report:
         self._say(_assumptions(first.config, but=("tensor_parallel_size",)), style="dim")
         self.console.print()
         what = _sequences(first.concurrency, first.seq)
+        started = first.config["max_model_len"].value
+        if isinstance(started, int) and started > first.seq:  # what a small GPU may fail at
+            what += f", started with max_model_len {started:,}"
         fitting = [result for result in results if result.capacity is not None and result.capacity.fits]
         self._say(f"How many GPUs {literal(first.model.name)} needs for {what}", style="bold")
         if not fitting:
@@ -93,7 +101,7 @@ class Report:
                 format_count(capacity.concurrent_sequences),
                 format_share(capacity.headroom_share),
             )
-        self.console.print(table)
+        self._show(table)
         for result in results:
             self._changes(result, f"{result.gpu.count} x {result.gpu.name}" if result.gpu else "")
 
@@ -122,13 +130,13 @@ class Report:
         )
         if sure == "uncertain" and capacity.overhead_bytes is not None:
             low, high = capacity.overhead_bytes.low, capacity.overhead_bytes.high
-            why = f"at one end {'it does not' if capacity.fits else 'it does'}"
+            why = f"at one end it {'does not fit' if capacity.fits else 'fits'}"
             if capacity.overhead_is_guess:
                 why = "that is a guess; --kv-cache-memory-bytes from the engine's log makes it exact"
             self._say(f"Uncertain: the overhead is {_gib(low)} to {_gib(high)} GiB, and {why}")
         self._say(f"At once: {_at_once(result)}")
         if capacity.fits:
-            self._say(f"Asked for: {capacity.reason}")
+            self._say(f"Asked for: {capacity.reason}{_of_replica(result)}")
         self._say(f"Limit: {_limit(result)}")
         if capacity.suggestions:
             self._changes(result, "")
@@ -143,10 +151,10 @@ class Report:
         table = _table("what would make it fit" if not result.capacity.fits else "what would let more in", "")
         table.columns[1].justify = "left"
         for suggestion in result.capacity.suggestions:
-            table.add_row(literal(str(suggestion["change"])), literal(str(suggestion["effect"])))
+            table.add_row(literal(suggestion.change), literal(suggestion.effect))
         if where:
             self._say(where)
-        self.console.print(table)
+        self._show(table)
 
     def _memory(self, result: SizeResult) -> None:
         """Where the memory of the limiting GPU goes."""
@@ -182,9 +190,9 @@ class Report:
             parts.insert(1, ("rotary tables, LoRA", rank.extra_bytes, ""))
         whole = max(gpu.memory_bytes, sum(size for _, size, _ in parts if size > 0))
         for label, size, note in (*parts, ("in all", gpu.memory_bytes, "")):
-            bar = mark * max(0, round(size / whole * _BAR))
+            bar = mark * (max(0, round(size / whole * _BAR)) if self.console.width >= _NARROWEST_BAR else 0)
             table.add_row(label, _gib(size), Text(bar, style="cyan"), note)
-        self.console.print(table)
+        self._show(table)
 
     def _facts(self, results: Sequence[SizeResult]) -> None:
         """Figures of each result in a column; what only some have is a dash in the others."""
@@ -193,7 +201,7 @@ class Report:
         table = _table("", *(literal(_title(result, results)) for result in results))
         for label in labels:
             table.add_row(label, *(column.get(label, "-") for column in columns))
-        self.console.print(table)
+        self._show(table)
 
     def _compared(self, results: Sequence[SizeResult]) -> None:
         """A row for each result, and below the table why some do not fit."""
@@ -213,7 +221,7 @@ class Report:
                 _gib(result.weights.total_bytes),
                 *(_capacity_cells(result.capacity) if has_budget else ()),
             )
-        self.console.print(table)
+        self._show(table)
         for result in results:
             if result.capacity is not None and not result.capacity.fits:
                 self._say(f"{literal(_title(result, results))} does not fit: {_limit(result)}")
@@ -244,7 +252,7 @@ class Report:
                     _gib(rank.replicated_weights_bytes),
                     f"{rank.replicated_bytes_per_token:,}",
                 )
-        self.console.print(table)
+        self._show(table)
 
     def _groups(self, result: SizeResult) -> None:
         """Groups of layers with block tables of their own, where there are several."""
@@ -261,7 +269,7 @@ class Report:
                 "several" if group.page_bytes is None else f"{group.page_bytes:,}",
                 f"{group.blocks_per_sequence:,}",
             )
-        self.console.print(table)
+        self._show(table)
 
     # simulate
 
@@ -279,7 +287,7 @@ class Report:
                 "this run",
                 f"{p.wall_s:.2f} s wall, {p.cpu_s:.2f} s CPU, peak {format_bytes(p.peak_rss_bytes)}",
             )
-        self.console.print(table)
+        self._show(table)
         if result.preemptions.events:
             self._preemptions(result)
         latency = result.latency
@@ -295,7 +303,7 @@ class Report:
             ("E2E", latency.e2e_s),
         ):
             times.add_row(label, *_distribution(d))
-        self.console.print(times)
+        self._show(times)
         if latency.model["calibration"]:
             self._say(
                 f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
@@ -320,7 +328,7 @@ class Report:
                 format_count(case.found_tokens),
                 "never" if case.lost_ticks is None else "?" if lost is None else format_seconds(lost),
             )
-        self.console.print(table)
+        self._show(table)
 
     def min_blocks(self, least: MinBlocks) -> None:
         """The smallest pool that was found to meet a goal."""
@@ -403,8 +411,10 @@ class Report:
                     Text("pass", style="green") if verdict.passed else Text("FAIL", style="bold red"),
                 )
                 name = ""
-        self.console.print(table)
-        self._say(f"{report.passed} of {len(report.checks)} checks pass")
+        self._show(table)
+        self._say(
+            f"{report.passed} of {len(report.checks)} {'check passes' if len(report.checks) == 1 else 'checks pass'}"
+        )
 
     # audit
 
@@ -426,7 +436,7 @@ class Report:
                 Text(_audit_difference(line), style="" if line.agrees is not False else "bold red"),
                 str(line.line),
             )
-        self.console.print(table)
+        self._show(table)
         if log.refusal is not None:
             self._say(f"the engine gave up (line {log.refusal.line}): {literal(log.refusal.value)}")
         for line in result.lines:
@@ -437,7 +447,8 @@ class Report:
             self._say(f"ours are estimates, judged in their sum: {', '.join(estimates)}")
         compared = sum(line.agrees is not None for line in result.lines)
         if compared:
-            self._say(f"{compared - result.differing} of {compared} terms agree")
+            agree = "terms agree" if compared > 1 else "term agrees"
+            self._say(f"{compared - result.differing} of {compared} {agree}")
         else:
             self._say("no term can be compared")
 
@@ -445,19 +456,24 @@ class Report:
 
     def models(self, models: Sequence[ModelSpec]) -> None:
         """The catalogue of models."""
-        table = _table("model", "10^9 par.", "layers", "KV heads", "max tokens", "attention", keep_first=True)
+        table = _table(
+            "model", "10^9 params", "layers", "KV heads", "max tokens", "attention", keep_first=True
+        )
+        table.columns[-1].justify = "left"
         for m in models:
             parameters = m.weights.parameters
-            kinds = [(cache.kind, count) for cache, count in m.attention]
+            kinds: Counter[str] = Counter()
+            for cache, count in m.attention:
+                kinds[cache.kind.replace("_", " ")] += count
             table.add_row(
                 literal(m.name),
                 "unknown" if parameters is None else f"{parameters / 1e9:,.2f}",
                 str(m.num_layers),
                 f"{m.num_kv_heads} x {m.head_dim}",
                 format_count(m.max_position_embeddings),
-                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds),
+                ", ".join(kind if len(kinds) == 1 else f"{count} {kind}" for kind, count in kinds.items()),
             )
-        self.console.print(table)
+        self._show(table)
 
     def gpus(self, gpus: Sequence[Gpu]) -> None:
         """The catalogue of GPUs."""
@@ -471,7 +487,7 @@ class Report:
                 _in_units(g.flops_fp8, 10**12),
                 _in_units(g.interconnect_bytes_per_s, 10**9),
             )
-        self.console.print(table)
+        self._show(table)
         self._say("Dense tensor-core rates; the link counts both directions; ? is unknown.")
 
     def record(self, fields: dict[str, object]) -> None:
@@ -489,10 +505,53 @@ class Report:
             else:
                 text = "unknown" if value is None else str(value)
             table.add_row(name, literal(text))
+        self._show(table)
+
+    def _show(self, table: Table) -> None:
+        """Print a table; where its words do not fit beside each other, row by row below each other.
+
+        Rich shrinks the widest column first, into the middle of words. Here each column gets its longest word, and
+        what is left is shared out evenly, the least lacking first.
+        """
+        columns = [[_plain(column.header), *map(_plain, column.cells)] for column in table.columns]
+        lines = [max(map(cell_len, column)) for column in columns]
+        least = [
+            line if column.no_wrap else _longest_word(texts)
+            for line, column, texts in zip(lines, table.columns, columns, strict=True)
+        ]
+        whole = Measurement.get(self.console, self.console.options.update_width(10_000), table).maximum
+        spare = self.console.width - (whole - sum(lines)) - sum(least)
+        if spare < 0:
+            self._show_rows(columns)
+            return
+        by_lack = sorted(range(len(columns)), key=lambda i: lines[i] - least[i])
+        for done, i in enumerate(by_lack):
+            more = min(lines[i] - least[i], spare // (len(columns) - done))
+            table.columns[i].width, spare = least[i] + more, spare - more
         self.console.print(table)
+
+    def _show_rows(self, columns: Sequence[Sequence[str]]) -> None:
+        """A table of texts, row by row: the first cell, and below it each other one with the name of its column."""
+        names = [column[0] for column in columns]
+        self.console.print()
+        if names[0]:
+            self._say(names[0], style="bold")
+        for first, *cells in zip(*(column[1:] for column in columns), strict=True):
+            self._say(first)
+            for name, cell in zip(names[1:], cells, strict=True):
+                if cell.strip():
+                    self._say(f"  {name}: {cell}" if name and len(cells) > 1 else f"  {cell}")
 
     def _say(self, text: str, *, style: str = "") -> None:
         self.console.print(Text(text, style=style))
+
+
+def _plain(cell: object) -> str:
+    return cell.plain if isinstance(cell, Text) else str(cell)
+
+
+def _longest_word(texts: Sequence[str]) -> int:
+    return min(max((cell_len(word) for text in texts for word in text.split()), default=0), _LONGEST_WORD)
 
 
 def _flat(item: object) -> str:
@@ -586,6 +645,7 @@ def _at_once(result: SizeResult) -> str:
     assert capacity is not None, "asked of results with a budget"
     found, count = capacity.distribution, capacity.concurrent_sequences
     text = _sequences(count, result.seq) if count else f"no sequence of {result.seq:,} tokens"
+    text += _of_replica(result)
     if found is None:
         return text
     return (
@@ -594,13 +654,21 @@ def _at_once(result: SizeResult) -> str:
     )
 
 
+def _of_replica(result: SizeResult) -> str:
+    """Counts are those of one replica, where there are several."""
+    replicas = result.config["data_parallel_size"].value
+    return f", in each of {replicas:,} replicas" if isinstance(replicas, int) and replicas > 1 else ""
+
+
 def _limit(result: SizeResult) -> str:
     """What stands in the way, or what runs out first."""
     capacity = result.capacity
     assert capacity is not None, "asked of results with a budget"
     rank = capacity.ranks[capacity.limiting_rank]
     stage = (
-        f" of stage {capacity.limiting_rank}, which has the fewest blocks" if len(capacity.ranks) > 1 else ""
+        f" of stage {capacity.limiting_rank} (the one with the fewest blocks)"
+        if len(capacity.ranks) > 1
+        else ""
     )
     if capacity.overhead_bytes is not None and capacity.available_kv_bytes < 0:
         return (

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import yaml
 
-from kvplan.errors import InputError
+from kvplan.errors import InputError, unreadable
 
 # The C parser is some ten times faster; PyYAML may be built without it.
 _Loader: type = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -153,11 +153,7 @@ def read_yaml(path: Path, *, name: str | None = None) -> Node:
             raise InputError(f"the file is larger than {_MAX_BYTES >> 20} MiB", where=file, hint="split it")
         raw = path.read_bytes()
     except OSError as error:
-        raise InputError(
-            f"cannot read the file: {error.strerror}",
-            where=file,
-            hint="give a file that exists and can be read",
-        ) from error
+        raise unreadable(error, where=file) from error
     return parse_yaml(decode(raw, file), file)
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple, TypeGuard
 
-from kvplan.errors import InputError
+from kvplan.errors import InputError, unreadable
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -164,7 +164,7 @@ def read_header(path: Path) -> list[Tensor]:
 
             return header_tensors(path, path.stat().st_size, read)
     except OSError as error:
-        raise _unreadable(path, error) from None
+        raise unreadable(error, where=str(path)) from None
 
 
 def header_tensors(path: Path, file_bytes: int, read: Callable[[int, int], bytes]) -> list[Tensor]:
@@ -218,7 +218,7 @@ def _indexed_files(index: Path) -> Sequence[Path]:
             raise _broken(index, "it is larger than any index")
         text = index.read_bytes()
     except OSError as error:
-        raise _unreadable(index, error) from None
+        raise unreadable(error, where=str(index)) from None
     names = files_of_index(text, index)
     for name in names:
         if not (index.parent / name).is_file():
@@ -311,12 +311,6 @@ def _cut(value: object) -> str:
         items = ["..." if isinstance(item, list | dict) else str(item)[:20] for item in value[:8]]
         return f"[{', '.join(items + ['...'] * (len(value) > 8))}]"
     return "an object" if isinstance(value, dict) else str(value)[:60]
-
-
-def _unreadable(path: Path, error: OSError) -> InputError:
-    return InputError(
-        f"cannot read {path}: {error.strerror}", where=str(path), hint="check the path and its permissions"
-    )
 
 
 def _broken(path: Path, why: str) -> InputError:

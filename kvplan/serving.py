@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvplan.config import load_gpu, load_model
 from kvplan.core.deployment import Deployment
-from kvplan.core.engine_sizing import EngineRules, engine_sizing
+from kvplan.core.engine_rules import EngineRules
+from kvplan.core.engine_sizing import EngineSizing, engine_sizing
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
@@ -37,7 +38,7 @@ from kvplan.core.sizing import (
     plan_capacity,
     weight_sizes,
 )
-from kvplan.core.weights import DTYPE_BYTES
+from kvplan.core.weights import DTYPE_BYTES, Ranks
 from kvplan.errors import InputError, unknown_name
 from kvplan.options import Engine, Resolver, ServingOptions, flag, size_in_bytes
 
@@ -82,18 +83,14 @@ def serve(
     ``gpu_count`` is how many GPUs ``--gpu`` names, None if it does not say; ``seq`` the length of a sequence,
     None: the longest that is served. Raises `InputError` for settings that the engine refuses.
     """
-    options: ServingOptions = resolver.options
-    warnings: list[str] = []
-    spec = _as_loaded(spec, resolver)
-    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, warnings)
-    kept = _calibration(options)
-    served = _plan(spec, gpu, engine, deployment, budget, kept, resolver, warnings)
-    if options.max_model_len == "auto" and served.capacity is not None:
-        longest = served.capacity.max_model_len_that_fits
+    case = _settle(spec, resolver, gpu, gpu_count, seq, concurrency)
+    served = case.served()
+    if resolver.options.max_model_len == "auto" and served.capacity is not None:
+        longest = min(served.capacity.max_model_len_that_fits, case.deployment.max_model_len)
         if longest:
             resolver.note("max_model_len", longest, "--max-model-len auto: the longest that fits")
-            deployment = deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
-            served = _plan(spec, gpu, engine, deployment, budget, kept, resolver, warnings)
+            fitted = case.deployment._replace(max_model_len=longest, seq=longest if seq is None else seq)
+            served = case._replace(deployment=fitted).served()
     return served
 
 
@@ -110,19 +107,84 @@ def would_fit(
 
     A memory budget must be given, and a length other than ``auto``. Raises `InputError` as `serve` does.
     """
-    spec = _as_loaded(spec, resolver)
-    engine, deployment, budget = _settle(spec, resolver, gpu, gpu_count, seq, concurrency, [])
-    plan = _laid_out(spec, engine, deployment)
-    kept = _calibration(resolver.options)
-    return fits(plan, _budgeted(spec, gpu, engine, plan, budget, kept, resolver, []))
+    case = _settle(spec, resolver, gpu, gpu_count, seq, concurrency)
+    plan = case.plan()
+    return fits(plan, case.budgeted(plan))
 
 
-def _as_loaded(spec: ModelSpec, resolver: Resolver[Any]) -> ModelSpec:
-    """The model with its weights as ``--quantization`` has the engine hold them."""
-    if resolver.options.quantization is None:
-        return spec
-    method = resolver.choose("quantization", "", "default")
-    return replace(spec, weights=spec.weights.quantized_by(method))
+class _Case(NamedTuple):
+    """A model to be served with every setting resolved, and the memory that there is."""
+
+    spec: ModelSpec
+    gpu: Gpu | None
+    engine: Engine
+    sizing: EngineSizing
+    deployment: Deployment
+    budget: GpuBudget | None
+    calibration: Calibration | None
+    resolver: Resolver[Any]
+    warnings: list[str]
+
+    def served(self) -> Served:
+        """What it takes and, where there is a budget, what fits."""
+        plan = self.plan()
+        budgeted = self.budgeted(plan)
+        capacity = None
+        if self.budget is not None or self.deployment.pool_is_given:
+            capacity = plan_capacity(plan, budgeted)
+        limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
+        return Served(
+            spec=self.spec,
+            gpu=self.gpu,
+            engine=self.engine,
+            plan=plan,
+            kv=plan.kv_sizes(limiting),
+            weights=weight_sizes(self.spec, self.deployment, plan.stages),
+            budget=self.budget,
+            capacity=capacity,
+            warnings=tuple(self.warnings),
+        )
+
+    def plan(self) -> Plan:
+        """The engine's pool, and its split of the layers."""
+        stages = self.sizing.stages(self.spec.num_layers, self.deployment.pipeline_parallel_size)
+        return Plan(self.spec, self.deployment, self.sizing.make_pool, stages)
+
+    def budgeted(self, plan: Plan) -> Budget:
+        """The memory that there is, with the overhead of each stage: measured where a calibration holds.
+
+        Without an overhead where the pool is given or no memory is known.
+        """
+        kept, budget, sizing, deployment = self.calibration, self.budget, self.sizing, self.deployment
+        if deployment.pool_is_given or budget is None:
+            if kept is not None:
+                why = "the memory of a GPU is not known" if budget is None else "the pool is given"
+                self._say_once(f"the calibration has no effect: {why}")
+            return Budget(budget, ())
+        if kept is not None:
+            from kvplan.calibration import measured_overhead
+
+            measured, source, reasons = measured_overhead(
+                kept,
+                self.spec,
+                deployment,
+                budget,
+                plan.loaded(),
+                lambda settings: sizing.overhead(self.spec, settings, self.gpu),
+            )
+            for reason in reasons:
+                self._say_once(f"calibration of {kept.source}: {reason}")
+            if measured is not None:
+                self.resolver.note("overhead", source, kept.source)
+                return Budget(budget, (measured,) * len(plan.stages), source=source)
+            self.resolver.note("overhead", source, "the calibration does not hold")
+        overhead = sizing.overhead(self.spec, deployment, self.gpu)
+        return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
+
+    def _say_once(self, text: str) -> None:
+        """Warn, though the plan may be made twice."""
+        if text not in self.warnings:
+            self.warnings.append(text)
 
 
 def _settle(
@@ -132,64 +194,23 @@ def _settle(
     gpu_count: int | None,
     seq: int | None,
     concurrency: int,
-    warnings: list[str],
-) -> tuple[Engine, Deployment, GpuBudget | None]:
-    """Every setting, and the memory that there is."""
+) -> _Case:
+    """Every setting, and the memory that there is; arguments as for `serve`."""
+    options: ServingOptions = resolver.options
+    warnings: list[str] = []
+    if options.quantization is not None:
+        method = resolver.choose("quantization", "", "default")
+        spec = replace(spec, weights=spec.weights.quantized_by(method))
     engine = resolver.note_engine()
-    rules = engine_sizing(engine.name, engine.version).rules
-    _check_settings(resolver.options, rules)
-    deployment = _deployment(spec, resolver, rules, engine, gpu, gpu_count, warnings)
+    sizing = engine_sizing(engine.name, engine.version)
+    _check_settings(options, sizing.rules)
+    deployment = _deployment(spec, resolver, sizing.rules, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
     )
-    return engine, deployment, _gpu_budget(gpu, resolver.options, deployment)
-
-
-def _plan(
-    spec: ModelSpec,
-    gpu: Gpu | None,
-    engine: Engine,
-    deployment: Deployment,
-    budget: GpuBudget | None,
-    kept: Calibration | None,
-    resolver: Resolver[Any],
-    warnings: list[str],
-) -> Served:
-    plan = _laid_out(spec, engine, deployment)
-    capacity = None
-    budgeted = _budgeted(spec, gpu, engine, plan, budget, kept, resolver, warnings)
-    if budget is not None or _pool_is_given(deployment):
-        capacity = plan_capacity(plan, budgeted)
-    limiting = plan.stages[capacity.limiting_rank if capacity else _heaviest(plan)]
-    return Served(
-        spec=spec,
-        gpu=gpu,
-        engine=engine,
-        plan=plan,
-        kv=plan.kv_sizes(limiting),
-        weights=weight_sizes(spec, deployment, plan.stages),
-        budget=budget,
-        capacity=capacity,
-        warnings=tuple(warnings),
-    )
-
-
-def _heaviest(plan: Plan) -> int:
-    """The stage whose blocks are largest: without a budget, the one that will limit."""
-    sizes = [plan.pool.bytes_per_block(stage) for stage in plan.stages]
-    return sizes.index(max(sizes))
-
-
-def _pool_is_given(deployment: Deployment) -> bool:
-    """Whether the pool is given, so that no estimate decides."""
-    return deployment.kv_cache_memory_bytes is not None or deployment.num_gpu_blocks_override is not None
-
-
-def _laid_out(spec: ModelSpec, engine: Engine, deployment: Deployment) -> Plan:
-    """The engine's pool, and its split of the layers."""
-    sizing = engine_sizing(engine.name, engine.version)
-    stages = sizing.stages(spec.num_layers, deployment.pipeline_parallel_size)
-    return Plan(spec, deployment, sizing.make_pool, stages)
+    budget = _gpu_budget(gpu, options, deployment)
+    calibration = _calibration(options)
+    return _Case(spec, gpu, engine, sizing, deployment, budget, calibration, resolver, warnings)
 
 
 def _calibration(options: ServingOptions) -> Calibration | None:
@@ -201,51 +222,10 @@ def _calibration(options: ServingOptions) -> Calibration | None:
     return load_calibration(Path(options.calibration))
 
 
-def _budgeted(
-    spec: ModelSpec,
-    gpu: Gpu | None,
-    engine: Engine,
-    plan: Plan,
-    budget: GpuBudget | None,
-    kept: Calibration | None,
-    resolver: Resolver[Any],
-    warnings: list[str],
-) -> Budget:
-    """The memory that there is, with the overhead of each stage: measured where a calibration holds.
-
-    Without an overhead where the pool is given or no memory is known.
-    """
-    deployment = plan.deployment
-    if _pool_is_given(deployment) or budget is None:
-        if kept is not None:
-            why = "the memory of a GPU is not known" if budget is None else "the pool is given"
-            _say_once(warnings, f"the calibration has no effect: {why}")
-        return Budget(budget, ())
-    sizing = engine_sizing(engine.name, engine.version)
-    if kept is not None:
-        from kvplan.calibration import measured_overhead
-
-        measured, source, reasons = measured_overhead(
-            kept,
-            spec,
-            deployment,
-            budget,
-            plan.loaded(),
-            lambda settings: sizing.overhead(spec, settings, gpu),
-        )
-        for reason in reasons:
-            _say_once(warnings, f"calibration of {kept.source}: {reason}")
-        if measured is not None:
-            resolver.note("overhead", source, kept.source)
-            return Budget(budget, (measured,) * len(plan.stages), source=source)
-        resolver.note("overhead", source, "the calibration does not hold")
-    overhead = sizing.overhead(spec, deployment, gpu)
-    return Budget(budget, (overhead,) * len(plan.stages), sizing.overhead_is_guess)
-
-
-def _say_once(warnings: list[str], text: str) -> None:
-    if text not in warnings:
-        warnings.append(text)
+def _heaviest(plan: Plan) -> int:
+    """The stage whose blocks are largest: without a budget, the one that will limit."""
+    sizes = [plan.pool.bytes_per_block(stage) for stage in plan.stages]
+    return sizes.index(max(sizes))
 
 
 # Settings
@@ -275,8 +255,8 @@ def _deployment(
     options: ServingOptions = resolver.options
     default = f"default of {engine.name} {engine.version}".rstrip()
     caches = [item.cache for item in spec.layers]
-    length = _max_model_len(spec, resolver, warnings)
-    memory = size_in_bytes(options.gpu_memory, "gpu_memory") or (gpu.memory_bytes if gpu else None)
+    length = _max_model_len(spec, rules, resolver, warnings)
+    memory = _memory_bytes(gpu, options)
     batch, seqs = choose_batch_limits(
         resolver,
         rules,
@@ -306,7 +286,7 @@ def _deployment(
     conv_dtype, state_dtype = rules.state_dtypes(caches)
     eager = resolver.choose("enforce_eager", False, default)
     share = rules.memory_share(
-        memory_bytes=_memory_bytes(gpu, options),
+        memory_bytes=memory,
         ranks=ranks.tensor * ranks.pipeline,
         max_num_batched_tokens=batch,
         enforce_eager=eager,
@@ -360,16 +340,13 @@ class _Ranks(NamedTuple):
 def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spreads_layers: bool) -> _Ranks:
     """Degrees of parallelism; a number of GPUs alone is tensor parallel, or stages if the engine spreads layers."""
     options: ServingOptions = resolver.options
-    names = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
-    none_given = all(getattr(options, name) is None for name in names)
     tensor = resolver.choose("tensor_parallel_size", 1, default)
     pipeline = resolver.choose("pipeline_parallel_size", 1, default)
-    if gpu_count and none_given:
+    if gpu_count and not options.has_degrees:
         if spreads_layers:
-            pipeline = gpu_count
+            name, pipeline = "pipeline_parallel_size", gpu_count
         else:
-            tensor = gpu_count
-        name = names[1 if spreads_layers else 0]
+            name, tensor = "tensor_parallel_size", gpu_count
         resolver.note(name, gpu_count, "--gpu", given=True)
     data = resolver.choose("data_parallel_size", 1, default)
     needed = tensor * pipeline * data
@@ -388,7 +365,7 @@ def _ranks(resolver: Resolver[Any], gpu_count: int | None, default: str, *, spre
 def _expert_parallel(spec: ModelSpec, resolver: Resolver[Any], default: str) -> bool:
     """Whether experts are shared out whole; refused, as vLLM does, for a model that has none."""
     chosen = resolver.choose("enable_expert_parallel", False, default)
-    if chosen and spec.mlp is not None and not spec.mlp.expert_width:
+    if chosen and spec.weights.groups and not spec.has_experts:
         raise InputError(
             f"{spec.name} has no experts to share out", where="--enable-expert-parallel", hint="leave it out"
         )
@@ -489,9 +466,9 @@ def _drafts(spec: ModelSpec, resolver: Resolver[Any], tensor: int) -> _Drafts:
             hint="give --speculative-model",
         )
     resolver.choose("speculative_model", draft, "default")
-    model = load_model(draft, catalogue=_path(options.models), where="--speculative-model")
+    model = load_model(draft, catalogue=options.catalogue, where="--speculative-model")
     layers = tuple(LayerCache(spec.num_layers + item.layer, item.cache) for item in model.layers)
-    weights = model.weights.per_gpu_bytes(model.dtype, tensor, model.num_kv_heads)
+    weights = model.weights.rank_bytes(model.dtype, Ranks(tensor, num_kv_heads=model.num_kv_heads))
     if weights is None:
         raise InputError(
             f"the size of the draft's weights is not known: {model.weights.why_unknown}",
@@ -531,29 +508,38 @@ def choose_batch_limits(
     return batch, resolver.choose("max_num_seqs", seqs, source)
 
 
-def _max_model_len(spec: ModelSpec, resolver: Resolver[Any], warnings: list[str]) -> int:
-    """The longest sequence that the engine serves; ``auto`` is left at the model's maximum here."""
-    longest = spec.max_position_embeddings
+def _max_model_len(spec: ModelSpec, rules: EngineRules, resolver: Resolver[Any], warnings: list[str]) -> int:
+    """The longest sequence that the engine serves; ``auto`` is left at its default here."""
+    lengths, given = rules.lengths(spec), resolver.options.max_model_len
     asked = getattr(resolver.options, "seq", None) if resolver.seq_sets_length else None
-    if longest is None and asked is not None and resolver.options.max_model_len is None:
-        return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
-    if longest is None and resolver.options.max_model_len in (None, "auto"):
-        raise InputError(
-            "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
-        )
-    length: int | str | None = resolver.choose("max_model_len", longest, "the model's maximum")
-    if not isinstance(length, int):
-        assert longest is not None, "checked above"
-        return longest
-    if longest is not None and length > longest:
-        if not spec.rope_scaled:
+    if lengths is None:
+        if asked is not None and given is None:
+            return resolver.choose("max_model_len", int(asked), "--seq: the model states no maximum")
+        if not isinstance(given, int):
             raise InputError(
-                f"max_model_len {length:,} is beyond the model's maximum of {longest:,} tokens",
-                where="--max-model-len",
-                hint=f"use at most {longest}; the engine refuses more unless the model scales its positions",
+                "the model states no maximum length", where=f"model {spec.name}", hint="give --max-model-len"
             )
+        return resolver.choose("max_model_len", given, "--max-model-len")
+    default, most = lengths
+    length: int | str = resolver.choose("max_model_len", default, "the model's maximum")
+    if not isinstance(length, int):
+        return default
+    if length > most:
+        raise InputError(
+            f"max_model_len {length:,} is beyond the {most:,} tokens that the engine lets the model have",
+            where="--max-model-len",
+            hint=f"use at most {most}; --set max_position_embeddings={length} plans what "
+            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 would let through",
+        )
+    if given is None and default < most:
         warnings.append(
-            f"max_model_len {length:,} is beyond the model's {longest:,} tokens: rope scaling is set"
+            f"the engine starts at the {default:,} tokens before LongRoPE stretches positions; --max-model-len lets "
+            f"sequences have up to {most:,}"
+        )
+    elif spec.max_position_embeddings is not None and length > spec.max_position_embeddings:
+        warnings.append(
+            f"max_model_len {length:,} is beyond the model's {spec.max_position_embeddings:,} tokens: positions are "
+            "stretched"
         )
     return length
 
@@ -661,7 +647,3 @@ def _gpu_budget(gpu: Gpu | None, options: ServingOptions, deployment: Deployment
             f"the memory of {gpu.name} is not known", where="--gpu", hint="give --gpu-memory, such as 80GiB"
         )
     return GpuBudget(gpu.name, deployment.gpus, gpu.memory_bytes, gpu.memory_source or "catalogue")
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)

@@ -461,21 +461,13 @@ class _Interpreter:
         pending: Word | None = None
         alone = sum(1 for part in parts if part.text) == 1
         vanishes = False
-
-        def add(text: str, here: Place | None, unknown: str | None) -> None:
-            nonlocal pending
-            if pending is None or not (pending.text or pending.unknown):
-                pending = Word(text, here, unknown)
-            else:
-                pending = Word(pending.text + text, pending.place, pending.unknown or unknown)
-
         for part in parts:
             if part.kind == "text":
                 if part.text or part.quoted:
-                    add(part.text, place, None)
+                    pending = _joined(pending, Word(part.text, place))
                 continue
             if part.kind == "output":
-                add(part.text, place, part.text)
+                pending = _joined(pending, Word(part.text, place, part.text))
                 continue
             if part.kind == "arguments":
                 vanishes = True  # a script that is started as it is has none
@@ -484,38 +476,42 @@ class _Interpreter:
             vanishes = vanishes or (is_array and not words)
             if not words and (is_array or not part.quoted):
                 continue
-            pieces: list[Word] = []
-            if is_array and part.quoted:
-                pieces = list(words)
-            elif part.quoted:
-                joined = " ".join(word.text for word in words)
-                unknown = next((word.unknown for word in words if word.unknown), None)
-                pieces = [Word(joined, words[0].place if words and alone else place, unknown)]
-            else:
-                for word in words:
-                    if word.unknown and word.text == word.unknown:
-                        pieces.append(word)
-                    else:
-                        pieces.extend(
-                            Word(one, word.place if alone else place, word.unknown)
-                            for one in word.text.split()
-                        )
-            self._left -= sum(len(word.text) + 1 for word in pieces)
-            if self._left < 0:
-                raise InputError(
-                    f"the variables stand for more than {_MAX_EXPANSION >> 20} MiB of text",
-                    where=self._at(place),
-                    hint="write the command out",
-                )
-            for number, piece in enumerate(pieces):
+            for number, piece in enumerate(self._pieces(words, place, is_array=is_array, quoted=part.quoted)):
                 if number:
                     assert pending is not None, "the piece before was added"
                     fields.append(pending)
                     pending = None
-                add(piece.text, piece.place if alone else place, piece.unknown)
+                here = piece.place if alone else place
+                pending = _joined(pending, Word(piece.text, here, piece.unknown))
         if pending is not None and (pending.text or not vanishes):
             fields.append(pending)
         return fields
+
+    def _pieces(
+        self, words: tuple[Word, ...], place: Place | None, *, is_array: bool, quoted: bool
+    ) -> list[Word]:
+        """What the value of a variable becomes: its words, one word, or split at blanks."""
+        pieces: list[Word] = []
+        if is_array and quoted:
+            pieces = list(words)
+        elif quoted:
+            text = " ".join(word.text for word in words)
+            unknown = next((word.unknown for word in words if word.unknown), None)
+            pieces = [Word(text, words[0].place if words else place, unknown)]
+        else:
+            for word in words:
+                if word.unknown and word.text == word.unknown:
+                    pieces.append(word)
+                else:
+                    pieces.extend(Word(one, word.place, word.unknown) for one in word.text.split())
+        self._left -= sum(len(word.text) + 1 for word in pieces)
+        if self._left < 0:
+            raise InputError(
+                f"the variables stand for more than {_MAX_EXPANSION >> 20} MiB of text",
+                where=self._at(place),
+                hint="write the command out",
+            )
+        return pieces
 
     def _look_up(self, part: _Part, place: Place | None, depth: int) -> tuple[tuple[Word, ...], bool]:
         """The value of a variable, its ``:-`` default and the like included."""
@@ -546,6 +542,13 @@ class _Interpreter:
 
     def _at(self, place: Place | None) -> str:
         return str(place) if place else self._where
+
+
+def _joined(before: Word | None, more: Word) -> Word:
+    """A word with more behind it, at the place where it begins."""
+    if before is None or not (before.text or before.unknown):
+        return more
+    return Word(before.text + more.text, before.place, before.unknown or more.unknown)
 
 
 def _assigned(token: _Token) -> bool:

@@ -17,8 +17,8 @@ from io import BufferedReader, RawIOBase, TextIOWrapper
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
-from kvplan.errors import InputError
-from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, bracket
+from kvplan.errors import InputError, unreadable
+from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, Unit, bracket
 from kvplan.options import ServingOptions
 from kvplan.python_repr import read_fields
 
@@ -58,7 +58,7 @@ class Figure(NamedTuple):
     value: int | float
     low: int | float
     high: int | float
-    unit: str
+    unit: Unit
     line: int
     worker: str | None
     text: str
@@ -157,8 +157,9 @@ def read_log_file(source: str) -> StartupLog:
         ):
             return read_log(_bounded_lines(text), name)
     except OSError as error:
-        raise InputError(
-            f"cannot read the log: {error.strerror or error}",
+        raise unreadable(
+            error,
+            what="the log",
             where=name[:200],
             hint="give a file that exists and can be read, or - for standard input",
         ) from error

@@ -6,16 +6,15 @@ Every candidate goes through `kvplan.serving`, so a suggestion's effect is what 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import combinations, product
 from typing import NamedTuple
 
-from kvplan.core.gpu import Gpu
+from kvplan.core.gpu import Gpu, capability
 from kvplan.core.kv_cache import KV_DTYPE_BYTES
 from kvplan.core.model import ModelSpec
-from kvplan.core.sizing import Capacity
+from kvplan.core.sizing import Capacity, Suggestion
 from kvplan.errors import InputError
 from kvplan.options import Resolver, SizeOptions, flag
 from kvplan.serving import Served, serve, would_fit
@@ -51,12 +50,11 @@ def suggest(
     served: Served,
     gpu_count: int | None,
     catalogue: Callable[[], Iterable[Gpu]],
-) -> tuple[dict[str, object], ...]:
+) -> tuple[Suggestion, ...]:
     """Changes to a deployment that has a memory budget, the smallest first, each with its effect.
 
     Where it does not fit, those that make it fit, and pairs of them where none alone does with the sequences that
-    were asked for; else those that let more sequences in. ``catalogue`` lists the GPUs to choose from. ``flags``
-    of a suggestion are option names and values.
+    were asked for; else those that let more sequences in. ``catalogue`` lists the GPUs to choose from.
     """
     assert served.capacity is not None, "the caller gives a budget"
     search = _Search(spec, options, served, gpu_count, catalogue)
@@ -100,7 +98,7 @@ class _Search:
 
     # Where it does not fit
 
-    def remedies(self) -> Iterator[dict[str, object]]:
+    def remedies(self) -> Iterator[Suggestion]:
         """Single changes that make it fit; pairs where none alone keeps the sequences that were asked for."""
         settings = [kind for kind in self._kinds if kind.is_setting]
         hardware = [kind for kind in self._kinds if not kind.is_setting]
@@ -209,7 +207,7 @@ class _Search:
 
     # Where it fits
 
-    def improvements(self) -> Iterator[dict[str, object]]:
+    def improvements(self) -> Iterator[Suggestion]:
         """One step of each kind, where it lets more sequences in."""
         before = self._capacity.concurrent_sequences
         for kind in self._kinds:
@@ -267,18 +265,18 @@ class _Search:
 
     # What it says
 
-    def _suggestion(self, flags: Flags, served: Served, effect: str) -> dict[str, object]:
+    def _suggestion(self, flags: Flags, served: Served, effect: str) -> Suggestion:
         capacity = served.capacity
         assert capacity is not None, "the caller gives a budget"
-        return {
-            "change": " ".join(_written(name, value) for name, value in flags.items()),
-            "effect": effect,
-            "flags": dict(flags),
-            "fits": capacity.fits,
-            "fits_confidence": capacity.fits_confidence,
-            "concurrent_sequences": capacity.concurrent_sequences,
-            "max_model_len_that_fits": capacity.max_model_len_that_fits,
-        }
+        return Suggestion(
+            change=" ".join(_written(name, value) for name, value in flags.items()),
+            effect=effect,
+            flags=dict(flags),
+            fits=capacity.fits,
+            fits_confidence=capacity.fits_confidence,
+            concurrent_sequences=capacity.concurrent_sequences,
+            max_model_len_that_fits=capacity.max_model_len_that_fits,
+        )
 
     def _effect(self, served: Served) -> str:
         capacity = served.capacity
@@ -299,8 +297,7 @@ class _Search:
     @property
     def _memory_decides(self) -> bool:
         """Whether the pool is what the budget leaves, not given."""
-        deployment = self._deployment
-        return deployment.kv_cache_memory_bytes is None and deployment.num_gpu_blocks_override is None
+        return not self._deployment.pool_is_given
 
     def _utilizations(self, base: Flags) -> Sequence[Flags]:
         if not self._memory_decides:
@@ -361,7 +358,7 @@ class _Search:
 
     def _ranks(self, base: Flags, *, tensor: int | None = None, pipeline: int | None = None) -> Flags:
         """The flags for other degrees of parallelism, with the number of GPUs where ``--gpu`` says one."""
-        options, deployment = self._options, self._deployment
+        deployment, none_given = self._deployment, not self._options.has_degrees
         given = {
             name: base[name] for name in ("tensor_parallel_size", "pipeline_parallel_size") if name in base
         }
@@ -381,14 +378,6 @@ class _Search:
             total *= size
         assert self._served.gpu is not None, "a count belongs to a GPU"
         gpu = {"gpu": f"{total}x{self._served.gpu.name}"}
-        none_given = all(
-            value is None
-            for value in (
-                options.tensor_parallel_size,
-                options.pipeline_parallel_size,
-                options.data_parallel_size,
-            )
-        )
         if none_given and set(given) == {"tensor_parallel_size"}:
             return gpu
         return {**(sizes if none_given else given), **gpu}
@@ -408,10 +397,8 @@ def _has_fp8(gpu: Gpu | None) -> bool:
     """Whether the GPU computes in fp8: from compute capability 8.9 on, elsewhere where a rate is known."""
     if gpu is None:
         return True
-    number = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", gpu.compute_capability or "")
-    if number is None:
-        return gpu.flops_fp8 is not None
-    return (int(number[1]), int(number[2])) >= (8, 9)
+    number = capability(gpu.compute_capability)
+    return gpu.flops_fp8 is not None if number is None else number >= (8, 9)
 
 
 def _written(name: str, value: object) -> str:

@@ -21,10 +21,10 @@ from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
 
-from kvplan.core.engine import SchedulerConfig
+from kvplan.core.engine import SchedulerConfig, quoted
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.data import resource
-from kvplan.errors import InputError, unknown_name
+from kvplan.errors import InputError, unknown_name, unreadable
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
@@ -178,7 +178,7 @@ class TraceStream:
             held.sort(key=_arrival)
             if held[0].arrival < latest:
                 raise InputError(
-                    f"request {_quoted(held[0].id)} arrives before others that stand more than "
+                    f"request {quoted(held[0].id)} arrives before others that stand more than "
                     f"{self._reorder:,} lines earlier",
                     where=self.path,
                     hint="sort the trace by arrival",
@@ -440,8 +440,9 @@ def _open(source: str) -> BinaryIO:
     except OSError as error:
         near = difflib.get_close_matches(source, workload_names(), n=1)
         names = ", ".join(workload_names())
-        raise InputError(
-            f"cannot read the trace: {error.strerror or error}",
+        raise unreadable(
+            error,
+            what="the trace",
             where=source if len(source) <= 200 else f"{source[:200]}...",
             hint=(f"did you mean {near[0]}? " if near else "")
             + f"give a file, - for standard input, or a shipped workload ({names})",
@@ -480,14 +481,14 @@ def _recognise(first: str, lines: _Lines) -> str:
         if row.keys() & _KVPLAN_KEYS:
             return "kvplan"
     raise InputError(
-        f"no trace format that kvplan knows: the first line is {_quoted(first.strip())}",
+        f"no trace format that kvplan knows: the first line is {quoted(first.strip())}",
         where=f"{lines.name}:{lines.number + 1}",
         hint=f"known formats are {', '.join(FORMATS)}; --format names one",
     )
 
 
 def _twice(request_id: str) -> _BadLine:
-    return _BadLine(f"id {_quoted(request_id)} stands twice", "give each request an id of its own")
+    return _BadLine(f"id {quoted(request_id)} stands twice", "give each request an id of its own")
 
 
 def _each_line(lines: _Lines, parse: Callable[[str, int], Request]) -> Iterator[Request | _BadLine]:
@@ -516,13 +517,13 @@ def _kvplan_row(text: str, number: int) -> Request:
         key = min(row.keys() - _KVPLAN_KEYS)
         near = difflib.get_close_matches(key, _KVPLAN_KEYS, n=1)
         known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_KVPLAN_KEYS))}"
-        raise _BadLine(f"unknown key {_quoted(key)}", known)
+        raise _BadLine(f"unknown key {quoted(key)}", known)
     request = Request(
         _request_id(row.get("id", number)),
         _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
         _tokens(row.get("input_tokens"), "input_tokens"),
         _tokens(row.get("output_tokens"), "output_tokens"),
-        _whole(row.get("priority", 0), "priority"),
+        _whole(row["priority"], "priority") if "priority" in row else 0,
     )
     if "content" in row and "hash_ids" in row:
         raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
@@ -582,11 +583,11 @@ _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:Z|\+
 def _wall_clock(text: str) -> int:
     match = _TIME.match(text)
     if not match:
-        raise _BadLine(f"TIMESTAMP is {_quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
+        raise _BadLine(f"TIMESTAMP is {quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
     try:
         moment = datetime.fromisoformat(match.group(1)).replace(tzinfo=UTC)
     except ValueError as error:
-        raise _BadLine(f"TIMESTAMP is {_quoted(text)}: {error}") from error
+        raise _BadLine(f"TIMESTAMP is {quoted(text)}: {error}") from error
     fraction = (match.group(2) or "").ljust(12, "0")
     return int(moment.timestamp()) * PICOSECONDS + int(fraction)
 
@@ -650,7 +651,7 @@ def _scenario_config(config: object) -> SchedulerConfig:
     for key in settings.keys() - known:
         near = difflib.get_close_matches(key, known, n=1)
         raise _BadLine(
-            f"unknown setting {_quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out"
+            f"unknown setting {quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out"
         )
     for key, kind in _SCENARIO_TYPES.items():
         if key in settings and (
@@ -680,7 +681,7 @@ def _scenario_config(config: object) -> SchedulerConfig:
             f"config.max_num_active_seqs is {parsed.max_num_active_seqs}", "write null or 1 and more"
         )
     if parsed.policy not in ("fcfs", "priority"):
-        raise _BadLine(f"config.policy is {_quoted(str(parsed.policy))}", "use fcfs or priority")
+        raise _BadLine(f"config.policy is {quoted(str(parsed.policy))}", "use fcfs or priority")
     return parsed
 
 
@@ -769,12 +770,12 @@ def _whole(value: object, field: str) -> int:
 
 def _digits(text: str, field: str) -> int:
     if not re.fullmatch(r"-?[0-9]{1,20}", text):
-        raise _BadLine(f"{field} is {_quoted(text)}, not a whole number")
+        raise _BadLine(f"{field} is {quoted(text)}, not a whole number")
     return int(text)
 
 
 def _tokens(value: object, field: str) -> int:
-    number = _whole(value, field)
+    number = value if type(value) is int else _whole(value, field)
     if not 0 < number <= _MAX_TOKENS:
         raise _BadLine(f"{field} is {number}, not a number from 1 to {_MAX_TOKENS:,}")
     return number
@@ -833,12 +834,7 @@ def _shown(value: object) -> str:
     return (
         "missing"
         if value is None
-        else _quoted(json.dumps(value))
+        else quoted(json.dumps(value))
         if not isinstance(value, str)
-        else _quoted(value)
+        else quoted(value)
     )
-
-
-def _quoted(text: str) -> str:
-    shortened = text if len(text) <= 60 else text[:57] + "..."
-    return json.dumps(shortened, ensure_ascii=True)

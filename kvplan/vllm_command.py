@@ -14,8 +14,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import NamedTuple
 
+from kvplan.core.vllm_rules import nearest_rules
 from kvplan.errors import InputError
-from kvplan.options import ServingOptions, SimulateOptions, flag
+from kvplan.options import ServingOptions, SimulateOptions, flag, parse_engine
 from kvplan.safe_yaml import Node, Place, read_yaml
 from kvplan.shell import Word, read_script
 from kvplan.units import parse_count
@@ -38,7 +39,7 @@ class VllmCommand(NamedTuple):
 
     ``where`` names the place of each option (``file:line:column``), ``unread`` has the error of each value that cannot
     be told from the text alone, ``scheduling`` names flags that change a run but no size, and ``gpu_count`` is how many
-    GPUs the deployment gives the command, None if it does not say.
+    GPUs the deployment gives the command, ``version`` that of vLLM in its image: None if it does not say.
     """
 
     model: str
@@ -50,6 +51,7 @@ class VllmCommand(NamedTuple):
     scheduling: tuple[str, ...] = ()
     gpu_count: int | None = None
     ranks_here: int | None = None
+    version: str | None = None
 
     @property
     def source(self) -> str:
@@ -90,14 +92,22 @@ class VllmCommand(NamedTuple):
 
     def warnings(self, options: ServingOptions) -> tuple[str, ...]:
         """What does not match between the command and what it is given, once the options are filled in."""
+        found = []
+        if self.version is not None and options.engine is None:
+            fitting, sized = nearest_rules(self.version).version, parse_engine(None).version
+            if fitting != sized:
+                found.append(
+                    f"{self.source}: the image has vLLM {self.version}, and the rules are those of {sized}: "
+                    f"give --engine vllm@{fitting}"
+                )
         match = re.match(r"([0-9]{1,6})x", options.gpu or "")
         tensor = options.tensor_parallel_size or (int(match.group(1)) if match else 1)
         ranks = tensor * (options.pipeline_parallel_size or 1) * (options.data_parallel_size or 1)
         here = self.ranks_here if self.ranks_here is not None else ranks
-        if self.gpu_count is None or self.gpu_count == here:
-            return ()
-        of = f" of its {ranks}" if here != ranks else ""
-        return (f"{self.source}: the command needs {here} GPUs{of} and is given {self.gpu_count}",)
+        if self.gpu_count is not None and self.gpu_count != here:
+            of = f" of its {ranks}" if here != ranks else ""
+            found.append(f"{self.source}: the command needs {here} GPUs{of} and is given {self.gpu_count}")
+        return tuple(found)
 
 
 def read_command(text: str, *, ignored_flags: Sequence[str] = ()) -> VllmCommand:
@@ -184,7 +194,7 @@ class _Reader:
         name, equals, inline = word.text.partition("=")
         head, *keys = name.split(".")
         value = word._replace(text=inline) if equals else self._value(left, word)
-        self._known(word._replace(text=head), left)
+        self._known(word._replace(text=head))
         self._told(value, name)
         if keys and keys[-1].endswith("+"):
             keys[-1] = keys[-1][:-1]
@@ -202,7 +212,7 @@ class _Reader:
             [*before, *content] if isinstance(before, list) and isinstance(content, list) else content
         )
 
-    def _known(self, word: Word, left: deque[Word]) -> None:
+    def _known(self, word: Word) -> None:
         if look_up(word.text) is None and canonical(word.text) not in self.ignore:
             raise self.unhandled(word, word.text)
 
@@ -472,6 +482,7 @@ class _Reader:
             tuple(self.scheduling),
             self._gpu_count(),
             self._ranks_here(),
+            self.start.version,
         )
 
     def _gpu_count(self) -> int | None:

@@ -14,12 +14,16 @@ from kvplan.shell import Word, read_script
 
 
 class Start(NamedTuple):
-    """A command that starts vLLM: the words behind it, its environment and place."""
+    """A command that starts vLLM: the words behind it, its environment and place.
+
+    ``version`` is that of vLLM as the tag of the container's image has it, None if that does not tell.
+    """
 
     words: tuple[Word, ...]
     environment: Mapping[str, Word]
     place: Place | None
     gpu_count: int | None = None
+    version: str | None = None
 
 
 #: Programs that name other commands without running them.
@@ -88,12 +92,11 @@ def find_in_container(
     That of vLLM's images is ``vllm serve`` (once ``api_server``), so that their arguments are flags.
     """
     start = find_start([*(entrypoint or ()), *arguments], environment, nesting=nesting)
-    if start is not None or entrypoint is not None or not is_vllm_image(image):
-        return start
-    first = arguments[0].text if arguments else ""
-    if first.startswith("-") or re.fullmatch(r"[\w.-]+/[\w.-]+", first):
-        return Start(tuple(arguments), dict(environment), arguments[0].place or place)
-    return None
+    if start is None and entrypoint is None and is_vllm_image(image):
+        first = arguments[0].text if arguments else ""
+        if first.startswith("-") or re.fullmatch(r"[\w.-]+/[\w.-]+", first):
+            start = Start(tuple(arguments), dict(environment), arguments[0].place or place)
+    return start and start._replace(version=start.version or _version_of(image))
 
 
 def is_vllm_image(image: str | None) -> bool:
@@ -101,6 +104,15 @@ def is_vllm_image(image: str | None) -> bool:
     if image is None:
         return False
     return "vllm" in image.partition("@")[0].rpartition("/")[2].partition(":")[0].lower()
+
+
+def _version_of(image: str | None) -> str | None:
+    """The version in the tag of one of vLLM's images: ``0.11.0`` of ``vllm/vllm-openai:v0.11.0-x86_64``."""
+    if image is None or not is_vllm_image(image):
+        return None
+    tag = image.partition("@")[0].rpartition("/")[2].partition(":")[2]
+    match = re.match(r"v?([0-9]{1,3}\.[0-9]{1,3}(?:\.[0-9]{1,3})?)(?![0-9.])", tag)
+    return match.group(1) if match else None
 
 
 def _program(word: Word) -> str:

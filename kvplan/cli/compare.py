@@ -88,10 +88,16 @@ def compare(
     """One trace through several engines or settings, side by side. Flags of simulate hold for all runs."""
     from kvplan.jobs.compare import combinations, compare_with, parse_case, parse_vary
     from kvplan.options import SimulateOptions
-    from kvplan.output import check_output_paths, check_picture, write_comparison
+    from kvplan.output import check_output_paths
 
     if picture is not None:
-        check_picture(picture, "--picture")
+        from kvplan.plots import require_matplotlib
+
+        if not picture.endswith((".png", ".svg")):
+            raise InputError(
+                f'"{picture}" ends in no known way', where="--picture", hint="name it .png or .svg"
+            )
+        require_matplotlib(picture)
         check_output_paths({"--picture": picture}, sources=[trace])
     varied: dict[str, list[object]] = {}
     if engines is not None:
@@ -121,7 +127,7 @@ def compare(
     if result.is_partial:
         raise typer.Exit(130)
     if picture is not None:
-        write_comparison(picture, _bars(result), ", ".join(name.replace("_", "-") for name in result.varied))
+        _draw(picture, result)
     if not result.is_done:
         raise typer.Exit(1)
 
@@ -130,6 +136,14 @@ def _show(done: int, of: int) -> None:
     """How far it is, on a terminal."""
     sys.stderr.write(f"\r{done} of {of} runs" if done < of else "\r" + " " * 40 + "\r")
     sys.stderr.flush()
+
+
+def _draw(path: str, result: CompareResult) -> None:
+    from kvplan.output import whole_path
+    from kvplan.plots import draw_comparison
+
+    with whole_path(path) as temporary:
+        draw_comparison(temporary, _bars(result), ", ".join(flag(name)[2:] for name in result.varied))
 
 
 def _bars(result: CompareResult) -> list[Bar]:

@@ -155,15 +155,18 @@ def simulate(
     goal = None if min_blocks is None else parse_goal(min_blocks, trace, engine)
     settings = shared.from_params(SimulateOptions, ctx.params)
     result = _run(Simulation(trace, settings), requests, timeline, events, events_detail)
-    least = None
-    if goal is not None and result.simulation["status"] != "interrupted":
-        least = find_min_blocks(trace, settings, goal)
+    least, interrupted = None, result.simulation["status"] == "interrupted"
+    if goal is not None and not interrupted:
+        try:
+            least = find_min_blocks(trace, settings, goal)
+        except KeyboardInterrupt:  # the trace was replayed: that is given
+            interrupted = True
     for warning in result.warnings:
         shared.warn(warning)
     if json:
         document = result.to_dict(profile=profile)
-        if least is not None:
-            document["min_blocks"] = least.to_dict()
+        if goal is not None:
+            document["min_blocks"] = None if least is None else least.to_dict()
         shared.print_json(document)
     else:
         from kvplan.report import Report
@@ -172,7 +175,7 @@ def simulate(
         report.simulate(result, profile=profile)
         if least is not None:
             report.min_blocks(least)
-    if result.simulation["status"] == "interrupted":
+    if interrupted:
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":
         raise typer.Exit(1)
@@ -190,7 +193,7 @@ def _run(
     events_detail: bool,
 ) -> SimulateResult:
     """Run with the observers that the outputs need; files appear when all is done."""
-    from kvplan.output import EventWriter, RequestWriter, Timeline, whole_file
+    from kvplan.output import EventWriter, RequestWriter, whole_file
 
     scale = simulation.seconds_per_tick
     observers: list[Observer] = []
@@ -201,6 +204,8 @@ def _run(
             file = outputs.enter_context(whole_file(events))
             observers.append(EventWriter(file, scale, detail=events_detail))
         if timeline is not None:
+            from kvplan.timeline import Timeline  # only such runs draw
+
             columns = Timeline(timeline, simulation.usable_blocks, scale)
             turns.append(outputs.enter_context(columns.writing()))
         if sys.stderr.isatty():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 from typing import TYPE_CHECKING, Annotated
@@ -131,10 +131,13 @@ def size(
     columns: list[list[SizeResult]] = []
     for name, engine_name in product(names, engines):
         chosen = replace(options, engine=engine_name)
-        if options.gpu is not None and names_several_gpus(options.gpu):
-            results = size_on(name, options.gpu, chosen, origins, seq_sets_length=command is None)
-        else:
-            results = [size_with(name, chosen, origins, seq_sets_length=command is None)]
+        try:
+            if options.gpu is not None and names_several_gpus(options.gpu):
+                results = size_on(name, options.gpu, chosen, origins, seq_sets_length=command is None)
+            else:
+                results = [size_with(name, chosen, origins, seq_sets_length=command is None)]
+        except InputError as error:
+            raise _placed(error, origins) from error
         columns.append([replace(r, warnings=(*ignored, *r.warnings)) for r in results])
     everything = [result for results in columns for result in results]
     for warning in dict.fromkeys(w for result in everything for w in result.warnings):
@@ -146,6 +149,16 @@ def size(
         _print(columns, explain=explain)
     if not all(any(r.capacity is None or r.capacity.fits for r in results) for results in columns):
         raise typer.Exit(1)
+
+
+def _placed(error: InputError, origins: Mapping[str, str]) -> InputError:
+    """An error about an option, with the place of the flag in the command that gave it."""
+    from kvplan.options import flag
+
+    for name, origin in origins.items():
+        if error.where == flag(name):
+            return InputError(error.what, where=f"{origin}, {error.where}", hint=error.hint)
+    return error
 
 
 def _command(

@@ -1212,8 +1212,8 @@ _CACHES_ONLY: dict[str, Architecture] = {
             "ssm_state_size": "mamba_d_state",
             "conv_kernel": "mamba_d_conv",
             "head_dim": "hidden_size_per_head",
-        }
-        | {"mamba_head_dim": "hidden_size_per_head"},
+            "mamba_head_dim": "hidden_size_per_head",
+        },
         state="mamba2",
     ),
     "Qwen3_5ForCausalLM": _BY_CLASS["Qwen3_5ForConditionalGeneration"]._replace(layout=None),

@@ -179,7 +179,7 @@ def _caches(
             if (kind, heads) not in made:
                 made[kind, heads] = _CACHES[kind]({**config, "num_key_value_heads": heads}, architecture)
             found += [LayerCache(layer, cache) for cache in made[kind, heads]]
-        if "full" in keys and _has_indexer(config, architecture, layer):
+        if "full" in keys and _is_latent(config, architecture) and has_indexer(config, layer):
             found.append(LayerCache(layer, SparseIndexer(_required(config, "index_head_dim"))))
     return tuple(found)
 
@@ -204,13 +204,13 @@ def _is_latent(config: Config, architecture: Architecture) -> bool:
     return config.get("kv_lora_rank") is not None and not architecture.expands_latents
 
 
-def _has_indexer(config: Config, architecture: Architecture, layer: int) -> bool:
+def has_indexer(config: Config, layer: int) -> bool:
     """Whether a layer of sparse latent attention has an indexer of its own or uses an earlier layer's choice.
 
     vLLM 0.33.0 models/deepseek_v32/attention.py: all have by default; a pattern marks those without by "S"; else
     one in ``index_topk_freq`` has, and so has every layer for multi-token prediction.
     """
-    if config.get("index_head_dim") is None or not _is_latent(config, architecture):
+    if config.get("index_head_dim") is None:
         return False
     if layer >= number(config, "num_hidden_layers"):
         return True

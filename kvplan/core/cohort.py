@@ -99,7 +99,9 @@ class Cohort:
         member.decoding = True
         member.base = computed - self.step
         member.finish = self.step + member.max_tokens - member.num_tokens - 1
-        self._add(member, 1)
+        self.size += 1
+        self._base_sum += member.base
+        self._crossings[-member.base % block_size] += 1
         self.empty += -computed % block_size
         heappush(self._finishes, (member.finish, member.serial, member))
         waste = -member.final_tokens % block_size
@@ -118,7 +120,9 @@ class Cohort:
         member.computed = member.base + self.step
         member.num_tokens = member.computed + 1
         member.decoding = False
-        self._add(member, -1)
+        self.size -= 1
+        self._base_sum -= member.base
+        self._crossings[-member.base % self.block_size] -= 1
         self.empty -= -member.computed % self.block_size
         self.waste -= member.tail_waste
 
@@ -153,8 +157,3 @@ class Cohort:
             if member.decoding and member.finish == step:
                 done.append(member)
         return done
-
-    def _add(self, member: Member, sign: int) -> None:
-        self.size += sign
-        self._base_sum += sign * member.base
-        self._crossings[-member.base % self.block_size] += sign

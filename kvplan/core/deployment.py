@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from kvplan.core.kv_cache import CacheFormat, LayerCache
 from kvplan.core.lora import LoraSlots
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError
 
 #: Which end of the estimated overhead decides.
@@ -61,22 +62,14 @@ class Deployment(NamedTuple):
         return self.cache.tensor_parallel_size
 
     @property
+    def pool_is_given(self) -> bool:
+        """Whether the size of the pool is given, so that no estimate decides."""
+        return self.kv_cache_memory_bytes is not None or self.num_gpu_blocks_override is not None
+
+    @property
     def gpus(self) -> int:
         """GPUs of the whole deployment."""
         return self.tensor_parallel_size * self.pipeline_parallel_size * self.data_parallel_size
-
-
-class Stage(NamedTuple):
-    """One stage of a pipeline: layers ``first`` up to ``end``; the last also has the draft's layers."""
-
-    first: int
-    end: int
-    is_first: bool
-    is_last: bool
-
-    def holds(self, layer: int) -> bool:
-        """Whether a layer, or a draft's layer numbered on from the last, is here."""
-        return self.first <= layer and (layer < self.end or self.is_last)
 
 
 def pipeline_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
@@ -85,16 +78,30 @@ def pipeline_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
     vLLM distributed/utils.py ``get_pp_indices``, the same from 0.8.5 to 0.33. Raises `InputError` where a stage
     would have no layer.
     """
+    return even_stages(num_layers, stages, longer=range(stages - 2, -1, -1))
+
+
+def even_stages(num_layers: int, stages: int, *, longer: Sequence[int]) -> tuple[Stage, ...]:
+    """Layers shared out evenly; those that are left over go one each to the first stages of ``longer``.
+
+    Raises `InputError` where a stage would have no layer.
+    """
+    check_stages(num_layers, stages)
+    each, rest = divmod(num_layers, stages)
+    sizes = [each] * stages
+    for stage in longer[:rest]:
+        sizes[stage] += 1
+    return stages_of(sizes)
+
+
+def check_stages(num_layers: int, stages: int, *, called: str = "stages") -> None:
+    """Refuse more stages than layers; raises `InputError`, in which they are ``called`` so."""
     if stages > num_layers:
         raise InputError(
-            f"{num_layers} layers cannot be shared out among {stages} stages",
+            f"{num_layers} layers cannot be shared out among {stages} {called}",
             where="--pipeline-parallel-size",
             hint=f"use at most {num_layers}",
         )
-    sizes = [num_layers // stages] * stages
-    for i in range(num_layers % stages):
-        sizes[-2 - i] += 1
-    return stages_of(sizes)
 
 
 def stages_of(sizes: Sequence[int]) -> tuple[Stage, ...]:

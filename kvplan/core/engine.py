@@ -6,8 +6,11 @@ time, which ``simulate`` brings.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from itertools import chain
+from json import dumps
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.request import Request
@@ -18,6 +21,8 @@ Policy = Literal["fcfs", "priority"]
 #: So often sequences may outgrow the pool, alone, without a token sampled in between: those who outgrow it never
 #: sample again, and what all others can still sample is bounded, so a run ends.
 RESTARTS_TO_GIVE_UP = 4
+#: Names are quoted up to this length.
+_LONGEST_NAME = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,43 @@ class Sequence:
         self.computed = 0
         self.high_water = 0
         self.num_preemptions = 0
+
+
+def why_stuck(
+    config: SchedulerConfig,
+    running: Iterable[Sequence],
+    waiting: Iterable[Sequence],
+    outgrown: Collection[Sequence],
+) -> str:
+    """Which request blocks a run that is stuck, what it needs and what there is.
+
+    It is one of ``outgrown``, which were preempted while they were alone, else the head of the queue.
+    """
+    live = list(chain(running, waiting))
+    culprit = next((sequence for sequence in live if sequence in outgrown), live[0])
+    name, usable = quoted(culprit.id), config.usable_blocks
+    if culprit in outgrown:
+        tokens = culprit.final_tokens
+        return (
+            f"request {name} can never finish: it needs {-(-tokens // config.block_size):,} blocks for {tokens:,} "
+            f"tokens, the pool has {usable:,} usable; it outgrew them while alone and had to start over"
+        )
+    tokens = culprit.num_tokens
+    needed = -(-tokens // config.block_size)
+    if needed <= usable:  # so it is the budget that is too small
+        return (
+            f"request {name} can never be admitted: without chunked prefill its {tokens:,} tokens need one step, "
+            f"which has {config.max_num_batched_tokens:,}"
+        )
+    return (
+        f"request {name} can never be admitted: it needs {needed:,} blocks for {tokens:,} tokens, the pool has "
+        f"{usable:,} usable"
+    )
+
+
+def quoted(text: str) -> str:
+    """A name from a file as a message shows it: short, and with control characters and non-ASCII ones escaped."""
+    return dumps(text if len(text) <= _LONGEST_NAME else text[: _LONGEST_NAME - 3] + "...")
 
 
 @dataclass(slots=True)

@@ -54,7 +54,7 @@ def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | 
         f"{kv.total_bytes:,}"
     )
     if capacity is not None:
-        lines += _capacity_lines(plan, kv, capacity)
+        lines += _capacity_lines(plan, capacity)
     return lines
 
 
@@ -95,7 +95,7 @@ def _group_lines(plan: Plan, kv: KvSizes) -> list[str]:
     return lines
 
 
-def _capacity_lines(plan: Plan, kv: KvSizes, capacity: Capacity) -> list[str]:
+def _capacity_lines(plan: Plan, capacity: Capacity) -> list[str]:
     lines = []
     deployment = plan.deployment
     rank = capacity.ranks[capacity.limiting_rank]

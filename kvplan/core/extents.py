@@ -206,27 +206,29 @@ class ExtentPool:
                 holding.table.append((extent, high))
         holding.blocks = holding.cached = hit[-1][2] if hit else 0
 
-    def publish(self, holding: Holding, end: int, before: Callable[[Run], None]) -> None:
-        """Make the first ``end`` blocks of a sequence findable; ``before`` is told of each run that gets more."""
+    def publish(self, holding: Holding, end: int, before: Callable[[Run], None] | None = None) -> None:
+        """Make the first ``end`` blocks of a sequence findable; ``before`` is told of each run that gets more.
+
+        It may be left out for what a decoder filled: nobody else grows its runs.
+        """
         nodes, cached = holding.nodes, holding.cached
         while cached < end:
             run = holding.runs[len(nodes) - 1] if nodes else None
-            if run is not None and cached < run.end:
-                before(run)
-                node = nodes[-1]
-            else:
+            begins = run is None or cached == run.end
+            if run is None or begins:
                 run = holding.runs[len(nodes)]
+            if before is not None:
                 before(run)
+            if begins:
                 key = (nodes[-1] if nodes else None, run.first, run.key)
-                node = self.index.get(key) or self._new_node(key)
-                nodes.append(node)
+                found = self.index.get(key)
+                if found is None:
+                    found = self.index[key] = Node(key)
+                nodes.append(found)
+            node = nodes[-1]
             high = run.end if run.end < end else end
             self._enter(holding, node, high)
             holding.cached = cached = high
-
-    def _new_node(self, key: NodeKey) -> Node:
-        node = self.index[key] = Node(key)
-        return node
 
     def release(self, holding: Holding) -> None:
         """Take a user from all that a sequence holds, last block first."""

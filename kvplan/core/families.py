@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from kvplan.core import towers
 from kvplan.core.architectures import ARCHITECTURES, Config, Layout, is_on, number
+from kvplan.core.attention import has_indexer
 from kvplan.core.layouts import (
     Sheet,
     attention,
@@ -89,21 +90,7 @@ def latent_attention(sheet: Sheet, layout: Layout) -> None:
     sheet.matrix("self_attn.kv_b_proj", heads * (plain + value), rank)
     sheet.matrix("self_attn.o_proj", hidden, heads * value, "columns", bias=bias)
     if config.get("index_head_dim") is not None:
-        _indexer(sheet.where(lambda layer: _has_indexer(config, layer)), hidden, compressed or hidden)
-
-
-def _has_indexer(config: Config, layer: int) -> bool:
-    """Whether a layer looks for its own keys; the others take those of the last one that did (GLM-5.2).
-
-    The rule of vLLM 0.33, model_executor/models/deepseek_v2.py; layers for multi-token prediction always do.
-    """
-    pattern = config.get("index_topk_pattern")
-    if layer >= number(config, "num_hidden_layers"):
-        return True
-    if isinstance(pattern, str | list) and pattern:
-        return layer >= len(pattern) or pattern[layer] != "S"
-    every = number(config, "index_topk_freq", 1) or 1
-    return max(layer - number(config, "index_skip_topk_offset", 2) + 1, 0) % every == 0
+        _indexer(sheet.where(lambda layer: has_indexer(config, layer)), hidden, compressed or hidden)
 
 
 def _indexer(sheet: Sheet, hidden: int, queries_from: int) -> None:

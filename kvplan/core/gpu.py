@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 
@@ -34,3 +35,16 @@ class Gpu(NamedTuple):
     def to_dict(self) -> dict[str, object]:
         """The JSON form."""
         return {**self._asdict(), "aliases": list(self.aliases), "unverified": list(self.unverified)}
+
+
+def capability(text: str | None) -> tuple[int, int] | None:
+    """A compute capability such as ``"8.9"`` as numbers that compare; None for none, and for ``gfx942`` of AMD."""
+    match = re.fullmatch(r"([0-9]{1,3})\.([0-9]{1,3})", text or "")
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def generation(compute_capability: str | None) -> int:
+    """NVIDIA's generation: 9 is Hopper, which a GPU that is not known is taken for; 0 for other makers' GPUs."""
+    if compute_capability is None:
+        return 9
+    return (capability(compute_capability) or (0, 0))[0]

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvplan.core.deployment import Stage
-from kvplan.core.kv_cache import STATES, Cache, CacheFormat, LayerCache
+from kvplan.core.kv_cache import STATES, Cache, CacheFormat, ChunkedLocal, LayerCache, SlidingWindow
 from kvplan.core.kv_pool import GroupSize
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError
 
 
@@ -21,6 +21,16 @@ class KeptLayers(NamedTuple):
     whole: tuple[LayerCache, ...]
     windows: tuple[LayerCache, ...]
     states: tuple[LayerCache, ...]
+
+    @property
+    def window(self) -> int:
+        """Tokens of the longest window or chunk; 0 where there is none."""
+        lengths = [
+            cache.chunk if isinstance(cache, ChunkedLocal) else cache.window
+            for _, cache in self.windows
+            if isinstance(cache, (ChunkedLocal, SlidingWindow))
+        ]
+        return max(lengths, default=0)
 
 
 def keep_layers(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol
 
-from kvplan.core.weights import DTYPE_BYTES
+from kvplan.core.weights import DTYPE_BYTES, ceil_div
 from kvplan.errors import InputError
 
 #: Forms of the KV cache and what one element of a plain form takes. Per-tensor fp8 scales live with the
@@ -212,7 +212,7 @@ class ChunkedLocal(NamedTuple):
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """A chunk and the tokens in flight; chunks start at block boundaries."""
-        return _cdiv(min(self.chunk + need.in_flight, need.length), block_size)
+        return ceil_div(min(self.chunk + need.in_flight, need.length), block_size)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """At most a chunk."""
@@ -243,7 +243,7 @@ class CrossAttention(NamedTuple):
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """Blocks for the encoder tokens that the scheduler allows, not for the model's own length."""
-        return _cdiv(form.encoder_tokens, block_size)
+        return ceil_div(form.encoder_tokens, block_size)
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """The encoder's output, at its longest."""
@@ -282,7 +282,7 @@ class LatentAttention(NamedTuple):
             return elements // 2 + elements // 16
         if form.kv_cache_dtype not in _ELEMENT_BYTES:
             raise _no_form(form.kv_cache_dtype, "latent attention")
-        return _cdiv(elements, form.latent_row_multiple) * form.latent_row_multiple * form.element_bytes
+        return ceil_div(elements, form.latent_row_multiple) * form.latent_row_multiple * form.element_bytes
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """As full attention."""
@@ -740,16 +740,16 @@ def _no_form(dtype: str, kind: str) -> InputError:
 
 
 def _full_blocks(block_size: int, need: Reservation, form: CacheFormat) -> int:
-    return _cdiv(_shared(need.length, form), block_size)
+    return ceil_div(_shared(need.length, form), block_size)
 
 
 def _shared(length: int, form: CacheFormat) -> int:
     """Tokens of a sequence that one rank of decode context parallelism keeps."""
-    return _cdiv(length, form.decode_context_parallel_size)
+    return ceil_div(length, form.decode_context_parallel_size)
 
 
 def _window_blocks(window: int, block_size: int, need: Reservation) -> int:
-    return _cdiv(min(window - 1 + need.extra + need.in_flight, need.length), block_size) + 1
+    return ceil_div(min(window - 1 + need.extra + need.in_flight, need.length), block_size) + 1
 
 
 def _conv_columns(kernel: int, form: CacheFormat) -> int:
@@ -777,6 +777,8 @@ def _divided(count: int, form: CacheFormat, what: str) -> int:
 
 
 def _v4_row_bytes(head_dim: int, form: CacheFormat) -> int:
+    if not _is_packed(form) and form.kv_cache_dtype not in _ELEMENT_BYTES:
+        raise _no_form(form.kv_cache_dtype, "compressed latent attention")
     return _V4_LATENT_BYTES if _is_packed(form) else head_dim * form.element_bytes
 
 
@@ -785,12 +787,9 @@ def _v4_alignment(form: CacheFormat) -> int:
 
 
 def _is_packed(form: CacheFormat) -> bool:
-    return form.kv_cache_dtype in _LATENT_PACKED
-
-
-def _cdiv(a: int, b: int) -> int:
-    return -(-a // b)
+    """Whether compressed latents are in their own form (models/deepseek_v4/attention.py)."""
+    return form.kv_cache_dtype == "fp8_ds_mla"
 
 
 def _round_up(size: int, multiple: int) -> int:
-    return _cdiv(size, multiple) * multiple
+    return ceil_div(size, multiple) * multiple

@@ -9,7 +9,6 @@ between versions.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from fractions import Fraction
@@ -241,16 +240,6 @@ def _pages_by_size(group: PageGroup, layers: Collection[int] | None) -> Counter[
 def blocks_per_sequence(groups: Sequence[PageGroup], need: Reservation, form: CacheFormat) -> int:
     """Blocks that one sequence takes from the pool at most: every group takes its own."""
     return sum(group.blocks(need, form) for group in groups)
-
-
-def scheduler_block_size(groups: Sequence[PageGroup]) -> int:
-    """Tokens that a prefix hit is a multiple of: the least common multiple of the groups' blocks."""
-    return math.lcm(*(group.block_size for group in groups)) if groups else 1
-
-
-def hash_block_size(groups: Sequence[PageGroup]) -> int:
-    """Tokens that one hash covers: the greatest common divisor of the groups' blocks."""
-    return math.gcd(*(group.block_size for group in groups)) if groups else 1
 
 
 def _is_one_type(pages: Sequence[Page], rules: GroupRules) -> bool:

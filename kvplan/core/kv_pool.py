@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple, Protocol
 
-from kvplan.core.deployment import Deployment, Stage, pipeline_stages
+from kvplan.core.deployment import Deployment, pipeline_stages
 from kvplan.core.kv_cache import (
     STATES,
     CacheFormat,
@@ -34,6 +34,7 @@ from kvplan.core.kv_groups import (
 )
 from kvplan.core.model import ModelSpec
 from kvplan.core.vllm_rules import StateMode, vllm_rules
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError
 
 
@@ -178,7 +179,7 @@ class VllmPool:
                 spec.architecture,
                 deployment.speculative_method,
                 has_states=bool(states),
-                has_experts=spec.mlp is not None and spec.mlp.expert_width > 0,
+                has_experts=spec.has_experts,
             ),
         )
 

@@ -21,22 +21,26 @@ from kvplan.errors import InputError
 _MAX_SIZE = 10**9
 
 
-def mlp_of(layout: Layout | None, config: Config) -> Mlp | None:
+def mlp_of(layout: Layout | None, config: Config, *, has_experts: bool) -> Mlp | None:
     """The feed-forward part of the layers; None where the config has no width. ``config`` as for `weight_groups`.
 
-    Without a layout, what the config's own fields say of it.
+    Without a layout, what the config's own fields say of it. ``has_experts`` says whether the list of weights has
+    some: families that write the list themselves do not tell in their layout.
     """
     experts = layout.experts if layout else None
-    used = number(config, "num_experts_per_tok")
+    used = number(config, "num_experts_per_tok") or number(config, "top_k_experts")
     layers = number(config, "num_hidden_layers")
-    sparse = len([*experts.layers(config)]) if experts else layers if used and not layout else 0
+    routed = layers if has_experts or (used and not layout) else 0
+    sparse = len([*experts.layers(config)]) if experts else routed
     width = config.get("intermediate_size")
     dense = width // (layout.mlp_width_divisor if layout else 1) if isinstance(width, int) else 0
     if not sparse and not dense:
         return None
-    if layout and sparse == layers:
+    if experts and sparse == layers:
         dense = 0
-    shared = experts.shared_width(config) if experts and experts.shared_width and sparse else 0
+    shared = number(config, "moe_shared_expert_intermediate_size") if sparse and not experts else 0
+    if experts and experts.shared_width and sparse:
+        shared = experts.shared_width(config)
     return Mlp(
         width=max(dense, shared),
         gated=layout is None or layout.gated_mlp,

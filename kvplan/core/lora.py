@@ -3,16 +3,15 @@
 Every linear layer gets, for each of ``max_loras`` slots, a matrix A from its inputs to the rank and a matrix B from
 the rank to its outputs (vLLM 0.33, lora/layers/base_linear.py, column_parallel_linear.py, fused_moe.py,
 vocab_parallel_embedding.py, logits_processor.py). Under tensor parallelism B of a column-parallel layer and A of a
-row-parallel one are divided as the layer is, and the other half is on every rank; ``fully_sharded_loras`` divides
-that too. Every expert has its own, and gate and up one each, unless the model's class stores them as one.
-Encoders of images and sound have none by default.
+row-parallel one are divided as the layer is, and the other half is on every rank. Every expert has its own, and gate
+and up one each, unless the model's class stores them as one. Encoders of images and sound have none by default.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvplan.core.weights import DTYPE_BYTES, Ranks, Stage, WeightGroup, ceil_div
+from kvplan.core.weights import DTYPE_BYTES, Ranks, Stage, WeightGroup
 
 #: Families whose class lists ``embedding_modules``: the vocabulary's table and head take adapters too.
 _EMBEDDING_FAMILIES = frozenset(
@@ -30,9 +29,6 @@ class LoraSlots(NamedTuple):
 
     max_loras: int = 1
     max_lora_rank: int = 16
-    fully_sharded_loras: bool = False
-    #: None: the model's dtype.
-    lora_dtype: str | None = None
 
 
 def lora_bytes(
@@ -49,12 +45,12 @@ def lora_bytes(
         number = len(group.layers_on(stage)) if group.place != "draft" else 0
         if number:
             elements += number * _slot_elements(group, family, slots, ranks)
-    return slots.max_loras * elements * DTYPE_BYTES[slots.lora_dtype or dtype]
+    return slots.max_loras * elements * DTYPE_BYTES[dtype]
 
 
 def _slot_elements(group: WeightGroup, family: str, slots: LoraSlots, ranks: Ranks) -> int:
     """Elements of A and B of one adapter for one layer's module, on one rank."""
-    rank, tp = slots.max_lora_rank, ranks.tensor_parallel_size
+    rank = slots.max_lora_rank
     if group.kind in ("table", "head"):
         # A table's A has a row for each word, a head's B too; neither is divided.
         tables = 2 if group.kind == "head" and group.place != "last" else 1
@@ -63,11 +59,6 @@ def _slot_elements(group: WeightGroup, family: str, slots: LoraSlots, ranks: Ran
     if group.columns == 1 or not (group.kind in ("linear", "experts") or is_router):
         return 0
     copies, rows, columns = group.on_rank(ranks)
-    shared = ceil_div(rank, tp) if slots.fully_sharded_loras else rank
-    if group.split == "columns":
-        out = ceil_div(rows, tp) if slots.fully_sharded_loras else rows
-        return copies * (rank * columns + out * rank)
-    down = rank if group.split == "replicated" else shared
     if group.kind == "experts" and family in _ONE_GATE_UP and group.name.endswith("gate_proj"):
-        down = 0
-    return copies * (down * columns + rows * rank)
+        return copies * rows * rank
+    return copies * (rank * columns + rows * rank)

@@ -22,7 +22,10 @@ _SUMMED_AT_ONCE = 4096
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come."""
+    """What happened to one request, the ``number``-th to arrive. Times are ticks, None until they come.
+
+    When it ends, ``peak_blocks`` is the most that it ever held, shared ones included.
+    """
 
     request: Request
     number: int = 0
@@ -36,6 +39,7 @@ class RequestRecord:
     hit_tokens: int = 0
     resumed_hit_tokens: int = 0
     preemptions: int = 0
+    peak_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,6 +337,7 @@ class Metrics:
         self.seconds_per_tick = seconds_per_tick
         self.warmup = warmup
         self.slo = slo or Slo()
+        self._has_goals = self.slo.is_stated
         self.records: dict[str, RequestRecord] = {}
         self.window_start: int | None = None
         self.window_end: int | None = None
@@ -439,11 +444,15 @@ class Metrics:
                 self._decoding -= self.records[sequence.id].measured
             self._fold_finished(run.finished, end)
 
-    def note_live(self, live: Iterable[tuple[str, int]]) -> None:
-        """End the account: note how many tokens, prompt included, the requests have that never finished."""
-        for request_id, tokens in live:
+    def note_live(self, live: Iterable[tuple[str, int, int]]) -> None:
+        """End the account with the requests that never finished.
+
+        Of each: how many tokens it has, prompt included, and the most of them that ever had KV.
+        """
+        for request_id, tokens, most_computed in live:
             record = self.records.pop(request_id)
             record.output_tokens = tokens - record.request.input_tokens
+            record.peak_blocks = -(-most_computed // self.block_size)
             self._totals.unfinished += 1
             self._tell(record)
 
@@ -473,7 +482,7 @@ class Metrics:
             tpot = tpot_ticks(record)
             if tpot is not None:
                 self._tpot.add(tpot)
-            if self.slo.is_stated:
+            if self._has_goals:
                 totals.good += self._meets(record, self.slo)
         self._tell(record)
 
@@ -502,6 +511,9 @@ class Metrics:
             record = self.records.pop(sequence.id)
             record.finished = end
             record.output_tokens = sequence.num_tokens - record.request.input_tokens
+            record.peak_blocks = -(
+                (1 - sequence.num_tokens) // self.block_size
+            )  # its last token never has KV
             self._note_finish(record, end)
         self.window_end = end
         self._totals.asked += self._totals.asked_since

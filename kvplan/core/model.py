@@ -21,6 +21,14 @@ class Mlp(NamedTuple):
     experts_per_token: int = 0
 
 
+class PositionScaling(NamedTuple):
+    """How rotary positions are stretched; ``original`` is the length before, where it is stated."""
+
+    kind: str
+    factor: float = 1.0
+    original: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """A model: its shape, what its layers keep, and its weights. Lengths are in tokens.
@@ -39,7 +47,6 @@ class ModelSpec:
     head_dim: int
     vocab_size: int
     max_position_embeddings: int | None
-    rope_scaled: bool
     dtype: str
     layers: tuple[LayerCache, ...]
     weights: Weights
@@ -54,6 +61,14 @@ class ModelSpec:
     kv_cache_dtype: str | None = None
     #: Tokens that a Mamba kernel works on at once.
     mamba_chunk_size: int = 2048
+    position_scalings: tuple[PositionScaling, ...] = ()
+    #: The length before positions were stretched, where the config itself states it.
+    original_max_position_embeddings: int | None = None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether layers route tokens to experts, as far as the config says."""
+        return (self.mlp is not None and self.mlp.expert_width > 0) or self.weights.has_experts
 
     @property
     def attention(self) -> tuple[tuple[Cache, int], ...]:

@@ -19,11 +19,13 @@ class Patterns:
     compressed-tensors. Where a model nests its decoder is left out of account.
     """
 
-    __slots__ = ("_found", "_machines", "_plain", "_read")
+    __slots__ = ("_found", "_machines", "_matched", "_plain", "_read")
 
     def __init__(self, plain: frozenset[str], machines: tuple[_Machine, ...]) -> None:
         self._plain = plain
         self._machines = machines
+        #: Paths that were asked before: searches over deployments ask for each many times.
+        self._matched: dict[str, bool] = {}
         #: What a machine said of a text, and how many characters were read to know it.
         self._found: dict[tuple[int, str], bool] = {}
         self._read = 0
@@ -45,6 +47,12 @@ class Patterns:
 
     def match(self, path: str) -> bool:
         """Whether a path, as `plain_path` gives it, is among them."""
+        known = self._matched.get(path)
+        if known is None:
+            known = self._matched[path] = self._names(path)
+        return known
+
+    def _names(self, path: str) -> bool:
         for one in _aliases(path):
             parts = one.split(".")
             if self._plain and any(

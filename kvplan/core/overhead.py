@@ -11,10 +11,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvplan.core.deployment import Margin
+from kvplan.core.gpu import capability
 from kvplan.core.kv_cache import STATES
 from kvplan.core.model import ModelSpec
+from kvplan.core.vllm_rules import VllmRules
 from kvplan.core.weights import DTYPE_BYTES
 from kvplan.errors import InputError
 
@@ -96,62 +99,37 @@ def estimate_overhead(
     compute_capability: str | None = "9.0",
     num_sms: int | None = 132,
     multimodal: bool | None = None,
-    uses_v2_runner: bool | None = None,
 ) -> Overhead:
     """Memory that the engine measures at its start, on each GPU of the last pipeline stage, in bytes.
 
     ``version`` is vLLM's, such as ``0.19`` or ``0.19.1``; ``dtype`` that of the model unless given. ``multimodal``:
-    inputs other than text are profiled too; None: as the architecture's name says. ``uses_v2_runner``: which of the
-    two model runners; None: the version's default for this model. ``compute_capability`` and ``num_sms`` are the
-    GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
+    inputs other than text are profiled too; None: as the architecture's name says. ``compute_capability`` and
+    ``num_sms`` are the GPU's; None is taken for an older one. Raises `InputError` for a version that is not one.
     """
     release = _release(version)
-    sequences = min(max_num_seqs, max_num_batched_tokens)
-    width = DTYPE_BYTES[dtype or spec.dtype]
-    modern = _capability(compute_capability) >= 90
+    number = capability(compute_capability) or (0, 0)
     if multimodal is None:
         multimodal = spec.architecture.endswith("ForConditionalGeneration")
-    v2 = runs_on_v2(spec, release) if uses_v2_runner is None else uses_v2_runner
-
-    hidden = max_num_batched_tokens * spec.hidden_size * width
-    kept = _CUBLAS_HOPPER if modern else _CUBLAS_OLDER
-    if multimodal and not (v2 and release < (0, 28)):
-        kept += hidden + max_num_batched_tokens * _PIXELS_PER_TOKEN * 3 * width
-    forward = _forward_bytes(spec, max_num_batched_tokens, width, tensor_parallel_size)
-    experts = _expert_bytes(spec, max_num_batched_tokens, width, tensor_parallel_size)
-    if release >= (0, 13) and spec.weights.quantization != "mxfp4":
-        # The workspace of the modular kernel stays (model_executor/layers/fused_moe, workspace_shapes); the 4-bit
-        # experts of gpt-oss run without it.
-        kept += experts
-    else:
-        forward += experts
-    sampler = _sampler_bytes(
-        spec.vocab_size,
-        sequences,
-        width,
-        release,
-        v2=v2,
-        sorts=sequences < _TRITON_FROM_ROWS,
+    run = _ProfileRun(
+        spec=spec,
+        release=release,
+        tokens=max_num_batched_tokens,
+        max_num_seqs=max_num_seqs,
+        width=DTYPE_BYTES[dtype or spec.dtype],
+        ranks=tensor_parallel_size,
+        multimodal=multimodal,
+        v2=_runs_on_v2(spec, release),
+        modern=number >= (9, 0),
         num_sms=num_sms,
     )
-    # The hidden states of all tokens, those to sample from, and a random copy of these.
-    sampling = hidden + 2 * sequences * spec.hidden_size * width + sampler
-    activations = kept + max(forward, sampling)
-    if v2 and release >= (0, 27):
-        # Counts and mask for penalties stay on the GPU (v1/worker/gpu/sample/penalties.py). Before, what was kept
-        # beside the weights was not seen; now all is that is gone from free memory (utils/mem_utils.py).
-        activations += max_num_seqs * (4 * spec.vocab_size + -(-spec.vocab_size // 32) * 4)
-
-    graphs = 0 if enforce_eager else _graph_bytes(spec, sequences, max_num_batched_tokens)
+    activations = _activation_bytes(run)
+    graphs = 0 if enforce_eager else _graph_bytes(spec, run.sequences, run.tokens)
     # 0.21 switched on VLLM_MEMORY_PROFILER_ESTIMATE_CUDAGRAPHS (envs.py); the second runner estimated 0 until 0.28.
-    counted = release >= (0, 21) and not (v2 and release < (0, 28))
+    counted = release >= (0, 21) and not (run.v2 and release < (0, 28))
     communication = _communication_bytes(
-        release,
-        tensor_parallel_size,
-        pipeline_parallel_size,
-        fused=modern and _capability(compute_capability) < 120,
+        release, tensor_parallel_size, pipeline_parallel_size, fused=run.modern and number < (12, 0)
     )
-    runtime = (_CONTEXT_FROM_0_18 if release >= (0, 18) else _CONTEXT)[modern] + communication
+    runtime = (_CONTEXT_FROM_0_18 if release >= (0, 18) else _CONTEXT)[run.modern] + communication
     cuda_graphs = graphs if counted else 0
     total = activations + cuda_graphs + runtime
     # Activations are counted and miss by a few per cent; graphs and runtime were seen wrong by half.
@@ -159,7 +137,7 @@ def estimate_overhead(
     high = activations * 108 // 100 + cuda_graphs * 18 // 10 + runtime * 15 // 10 + _GIB // 5
     if multimodal:
         # A tower may work on more than it hands over: a quarter more of the forward pass.
-        high += max(hidden, forward // 4)
+        high += max(run.hidden_bytes, _forward_bytes(run) // 4)
     return Overhead(
         activations=activations,
         cuda_graphs=cuda_graphs,
@@ -171,33 +149,68 @@ def estimate_overhead(
     )
 
 
-def runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
-    """Whether the version's default for this model is the second model runner.
+class _ProfileRun(NamedTuple):
+    """The pass over ``tokens`` tokens that the engine measures; ``width`` is the bytes of an activation.
 
-    config/vllm.py ``use_v2_model_runner``: a list of architectures in 0.24 (0.23 fits a log), dense models without
-    states and a few others in 0.26, all in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed.
+    ``v2``: on the second model runner. ``modern``: on Hopper or later.
     """
-    if release < (0, 23):
-        return False
-    if release < (0, 25):
-        return spec.architecture in _V2_FROM_0_23
-    if release >= (0, 28):
-        return True
-    has_states = any(isinstance(item.cache, STATES) for item in spec.layers)
-    dense = spec.mlp is None or spec.mlp.expert_width == 0
-    return not has_states and (dense or spec.architecture in _V2_FROM_0_23)
+
+    spec: ModelSpec
+    release: tuple[int, int]
+    tokens: int
+    max_num_seqs: int
+    width: int
+    ranks: int
+    multimodal: bool
+    v2: bool
+    modern: bool
+    num_sms: int | None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences that are sampled for."""
+        return min(self.max_num_seqs, self.tokens)
+
+    @property
+    def hidden_bytes(self) -> int:
+        """Bytes of the hidden states of all tokens."""
+        return self.tokens * self.spec.hidden_size * self.width
+
+    @property
+    def keeps_expert_workspace(self) -> bool:
+        """Whether the workspace of the modular kernel stays (model_executor/layers/fused_moe, workspace_shapes).
+
+        The 4-bit experts of gpt-oss run without it.
+        """
+        return self.release >= (0, 13) and self.spec.weights.quantization != "mxfp4"
 
 
-_V2_FROM_0_23 = frozenset(
-    {
-        "Qwen3ForCausalLM",
-        "DeepseekV2ForCausalLM",
-        "Qwen2MoeForCausalLM",
-        "GraniteMoeForCausalLM",
-        "LlamaForCausalLM",
-        "MistralForCausalLM",
-    }
-)
+def _activation_bytes(run: _ProfileRun) -> int:
+    """What stays of the pass, and the larger of its two peaks: in the layers, and when it samples."""
+    spec, release = run.spec, run.release
+    kept = _CUBLAS_HOPPER if run.modern else _CUBLAS_OLDER
+    if run.multimodal and not (run.v2 and release < (0, 28)):
+        kept += run.hidden_bytes + run.tokens * _PIXELS_PER_TOKEN * 3 * run.width
+    if run.keeps_expert_workspace:
+        kept += _expert_bytes(run)
+    # The hidden states of all tokens, those to sample from, and a random copy of these.
+    states = run.hidden_bytes + 2 * run.sequences * spec.hidden_size * run.width
+    activations = kept + max(_forward_bytes(run), states + _sampler_bytes(run))
+    if run.v2 and release >= (0, 27):
+        # Counts and mask for penalties stay on the GPU (v1/worker/gpu/sample/penalties.py). Before, what was kept
+        # beside the weights was not seen; now all is that is gone from free memory (utils/mem_utils.py).
+        activations += run.max_num_seqs * (4 * spec.vocab_size + -(-spec.vocab_size // 32) * 4)
+    return activations
+
+
+def _runs_on_v2(spec: ModelSpec, release: tuple[int, int]) -> bool:
+    """Whether the version's default for this model is the second model runner; a draft is left out of account."""
+    return VllmRules(release).runner_v2(
+        spec.architecture,
+        None,
+        has_states=any(isinstance(item.cache, STATES) for item in spec.layers),
+        has_experts=spec.has_experts,
+    )
 
 
 def num_capture_sizes(largest: int) -> int:
@@ -212,49 +225,53 @@ def num_capture_sizes(largest: int) -> int:
     return sum(size <= largest for size in sizes)
 
 
-def _forward_bytes(spec: ModelSpec, tokens: int, width: int, ranks: int) -> int:
+def _forward_bytes(run: _ProfileRun) -> int:
     """Peak of one layer: four copies of the hidden states beside the halves of a gated MLP and their product.
 
     The residual stream, the attention's output and the norm's live while the MLP runs; its halves and product are
     3 x its width, 2 x where it has no gate. Attention may be the larger: queries, keys and values, once before and once
-    after the rotation, and its output.
+    after the rotation, and its output. The workspaces of experts live with them unless they stay.
     """
+    spec = run.spec
     heads = spec.num_heads * spec.head_dim
     kv = 2 * spec.num_kv_heads * spec.head_dim
-    attention = (3 * heads + 2 * kv) // ranks
+    attention = (3 * heads + 2 * kv) // run.ranks
     mlp = spec.mlp
     mlp_wide = 4 * spec.hidden_size if mlp is None else mlp.width
     copies = 3 if mlp is None or mlp.gated else 2
-    return tokens * width * (4 * spec.hidden_size + max(attention, copies * mlp_wide // ranks))
+    layer = run.tokens * run.width * (4 * spec.hidden_size + max(attention, copies * mlp_wide // run.ranks))
+    return layer if run.keeps_expert_workspace else layer + _expert_bytes(run)
 
 
-def _expert_bytes(spec: ModelSpec, tokens: int, width: int, ranks: int) -> int:
+def _expert_bytes(run: _ProfileRun) -> int:
     """Workspaces of the routed experts (fused_moe.py ``workspace_shapes``): 0 without experts.
 
-    For each token and each expert that it uses max(product, hidden) and max(halves, hidden) elements.
+    For each token and each expert that it uses max(product, hidden) and max(halves, hidden) elements; without a gate
+    there is no second half.
     """
-    if spec.mlp is None or not spec.mlp.expert_width:
+    mlp, hidden = run.spec.mlp, run.spec.hidden_size
+    if mlp is None or not mlp.expert_width:
         return 0
-    product = spec.mlp.expert_width // ranks
-    elements = max(product, spec.hidden_size) + max(2 * product, spec.hidden_size)
-    return tokens * spec.mlp.experts_per_token * elements * width
+    product = mlp.expert_width // run.ranks
+    elements = max(product, hidden) + max((2 if mlp.gated else 1) * product, hidden)
+    return run.tokens * mlp.experts_per_token * elements * run.width
 
 
-def _sampler_bytes(
-    vocab: int, rows: int, width: int, release: tuple[int, int], *, v2: bool, sorts: bool, num_sms: int | None
-) -> int:
-    """Logits and what the sampler makes of them, for ``rows`` sequences."""
+def _sampler_bytes(run: _ProfileRun) -> int:
+    """Logits and what the sampler makes of them."""
+    rows, vocab, release = run.sequences, run.spec.vocab_size, run.release
     entries = rows * vocab
-    logits = entries * width
-    if v2 and release < (0, 28):
+    logits = entries * run.width
+    if run.v2 and release < (0, 28):
         return logits  # samples without top-k and top-p in the profile run
     if release >= (0, 21):
         return logits + entries * _THREE_COPIES
-    if release < (0, 17) or sorts:
+    if release < (0, 17) or rows < _TRITON_FROM_ROWS:
         return logits + entries * _SORTING_TENTHS // 10
     # The kernel's buffer has a row for each multiprocessor that has work.
-    programs = min(num_sms or rows, rows)
-    return logits + entries * _THREE_COPIES + min(_power_of_2(programs), num_sms or rows) * vocab * 4
+    most = run.num_sms or rows
+    buffer_rows = min(_power_of_2(min(most, rows)), most)
+    return logits + entries * _THREE_COPIES + buffer_rows * vocab * 4
 
 
 def _graph_bytes(spec: ModelSpec, sequences: int, tokens: int) -> int:
@@ -262,7 +279,7 @@ def _graph_bytes(spec: ModelSpec, sequences: int, tokens: int) -> int:
     largest = min(2 * sequences, _GRAPH_LARGEST, tokens)
     graphs = num_capture_sizes(largest) + num_capture_sizes(min(sequences, largest))
     per_layer = _GRAPH_PER_LAYER
-    if spec.mlp is not None and spec.mlp.expert_width:
+    if spec.has_experts:
         per_layer += per_layer // 3
     return _GRAPH_BASE + graphs * spec.num_layers * per_layer
 
@@ -292,9 +309,3 @@ def _release(version: str) -> tuple[int, int]:
             hint="write one such as 0.19 or 0.33.0",
         )
     return int(match.group(1)), int(match.group(2))
-
-
-def _capability(text: str | None) -> int:
-    """``"9.0"`` as 90; 0 where it is not known."""
-    match = re.fullmatch(r"([0-9]{1,2})\.([0-9])", text or "")
-    return int(match.group(1)) * 10 + int(match.group(2)) if match else 0

@@ -124,6 +124,6 @@ class PreemptionLog:
         )
         share = max(decodes, 1 - decodes)
         return (
-            f"{100 * share:.1f} % were caused by {who} while all {usable_blocks:,} usable blocks were held by "
-            f"{mean_running:,.1f} other sequences on average"
+            f"{100 * share:.1f} % were caused by {who}; the {usable_blocks:,} usable blocks then served "
+            f"{mean_running:,.1f} sequences on average"
         )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from kvplan.core.name_patterns import Patterns, plain_path
-from kvplan.errors import InputError
+from kvplan.errors import InputError, quoted
 
 #: A quantized one of these is kept a second time in the model's dtype, for the absorbed products of latent
 #: attention (vLLM 0.33, model_executor/layers/attention/mla_attention.py, split_kv_b_proj).
@@ -140,7 +140,7 @@ def from_name(name: str) -> Quantization:
     key = name.lower()
     if key not in online:
         return Quantization(
-            name, unknown=f"how {_quoted(name)} holds a model that is not stored so is not known"
+            name, unknown=f"how {quoted(name)} holds a model that is not stored so is not known"
         )
     linear, experts = online[key]
     return Quantization(name, linear, experts)
@@ -154,7 +154,7 @@ def from_config(settings: Mapping[str, object]) -> Quantization:
     method = str(settings.get("quant_method") or settings.get("quant_algo") or "unknown").lower()
     reader = _READERS.get(method)
     if reader is None:
-        return Quantization(method, unknown=f"quantization method {_quoted(method)} is not known")
+        return Quantization(method, unknown=f"quantization method {quoted(method)} is not known")
     try:
         return reader(method, settings)
     except InputError as error:
@@ -192,7 +192,7 @@ def _gptq(method: str, settings: Mapping[str, object]) -> Quantization:
     for name, one in own.items() if isinstance(own, Mapping) else ():
         bits = one.get("bits", scheme.bits) if isinstance(one, Mapping) else None
         if not isinstance(bits, int):
-            raise InputError(f"extra_config of {_quoted(name)} does not say its bits")
+            raise InputError(f"extra_config of {quoted(name)} does not say its bits")
         changed = {**settings, **one} if isinstance(one, Mapping) else settings
         rules.append(Rule(Patterns.of([str(name)]), None if bits >= 16 else _grouped(changed, zeros=False)))
     dynamic = settings.get("dynamic")
@@ -219,7 +219,7 @@ def _grouped(settings: Mapping[str, object], *, zeros: bool) -> Scheme:
     bits = _number(settings, "bits", "w_bit", "wbits")
     group = settings.get("group_size", settings.get("q_group_size", 128))
     if not isinstance(group, int) or isinstance(group, bool) or group == 0 or group < -1:
-        raise InputError(f"group_size is {_quoted(group)}, no number of weights")
+        raise InputError(f"group_size is {quoted(group)}, no number of weights")
     return Scheme(
         bits, block_columns=0 if group == -1 else group, scale_bytes=None, zero_bits=bits if zeros else 0
     )
@@ -270,7 +270,7 @@ def _compressed_scheme(group: Mapping[str, object], form: str) -> Scheme | None:
         columns = group_size if strategy == "group" else 0
         order = 8 if weights.get("actorder") in ("group", True) else 0
         return Scheme(bits, block_columns=columns, scale_bytes=None, zero_bits=zeros, input_bytes=order)
-    raise InputError(f"weights of {bits} bits by {_quoted(strategy)} are not known")
+    raise InputError(f"weights of {bits} bits by {quoted(strategy)} are not known")
 
 
 def _modelopt(method: str, settings: Mapping[str, object]) -> Quantization:
@@ -287,7 +287,7 @@ def _modelopt(method: str, settings: Mapping[str, object]) -> Quantization:
     if algorithm in ("MIXED_PRECISION", "MODELOPT_MIXED"):
         return _modelopt_mixed(method, settings, schemes)
     if algorithm not in schemes:
-        raise InputError(f"quant_algo {_quoted(algorithm)} is not known")
+        raise InputError(f"quant_algo {quoted(algorithm)} is not known")
     scheme = schemes[algorithm]
     return Quantization(method, scheme, scheme, _ignoring(settings))
 
@@ -303,7 +303,7 @@ def _modelopt_mixed(
     for name, one in listed.items():
         algorithm = str(one.get("quant_algo") if isinstance(one, Mapping) else one).upper()
         if algorithm not in schemes:
-            raise InputError(f"quant_algo {_quoted(algorithm)} is not known")
+            raise InputError(f"quant_algo {quoted(algorithm)} is not known")
         by_scheme.setdefault(algorithm, []).append(str(name))
     rules = tuple(Rule(Patterns.of(names), schemes[one]) for one, names in by_scheme.items())
     return Quantization(method, None, None, rules)
@@ -379,7 +379,7 @@ def _number(settings: Mapping[str, object], *names: str) -> int:
         if isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= 16:
             return value
         if value is not None:
-            raise InputError(f"{name} is {_quoted(value)}, no number of bits")
+            raise InputError(f"{name} is {quoted(value)}, no number of bits")
     raise InputError(f"{names[0]} is missing")
 
 
@@ -388,17 +388,12 @@ def _pair(value: object, name: str) -> tuple[int, int]:
         rows, columns = value
         if isinstance(rows, int) and isinstance(columns, int) and rows > 0 and columns > 0:
             return rows, columns
-    raise InputError(f"{name} is {_quoted(value)}, no rows and columns")
+    raise InputError(f"{name} is {quoted(value)}, no rows and columns")
 
 
 def _list(settings: Mapping[str, object], name: str) -> Sequence[object]:
     value = settings.get(name)
     return value if isinstance(value, list | tuple) else ()
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'
 
 
 def _blocks(size: int, block: int) -> int:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from kvplan.core.architectures import Config, number
+from kvplan.core.model import PositionScaling
 
 #: Families whose positions are learned, relative, biases of attention, or none.
 _WITHOUT = frozenset(
@@ -19,7 +20,27 @@ _WITHOUT = frozenset(
 )
 #: Families that rotate half of a head, whatever their config says.
 _HALF = frozenset({"chatglm"})
+_SETTINGS = ("rope_parameters", "rope_scaling")
 _MAX_POSITIONS = 10**9
+
+
+def position_scalings(config: Config) -> tuple[PositionScaling, ...]:
+    """The kinds of rotary embedding that a config names, one for each kind of layer where it nests them."""
+    found = []
+    for settings in (value for name in _SETTINGS if isinstance(value := config.get(name), Mapping)):
+        nested = [value for value in settings.values() if isinstance(value, Mapping)]
+        for one in nested or [settings]:
+            kind, factor = one.get("rope_type", one.get("type")), one.get("factor")
+            if not isinstance(kind, str):
+                continue
+            found.append(
+                PositionScaling(
+                    "longrope" if kind == "su" else kind,
+                    float(factor) if isinstance(factor, int | float) and 0 < factor < 1e6 else 1.0,
+                    number(one, "original_max_position_embeddings") or None,
+                )
+            )
+    return tuple(dict.fromkeys(found))
 
 
 def rotary_elements(family: str, config: Config) -> int:
@@ -33,11 +54,7 @@ def rotary_elements(family: str, config: Config) -> int:
 def _tables(config: Config) -> Iterator[tuple[int, Config]]:
     """The rotated part of a head, and the settings, of each table."""
     settings = next(
-        (
-            value
-            for name in ("rope_parameters", "rope_scaling")
-            if isinstance(value := config.get(name), Mapping)
-        ),
+        (value for name in _SETTINGS if isinstance(value := config.get(name), Mapping)),
         {},
     )
     latent = number(config, "qk_rope_head_dim")

@@ -27,6 +27,9 @@ class Engine(Protocol):
     def is_livelocked(self) -> bool:
         """Whether what is live runs again and again without ever finishing."""
 
+    def why_stuck(self) -> str:
+        """Who cannot go on, what it needs and what there is."""
+
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if it can only decode and may be one of several."""
 
@@ -134,10 +137,8 @@ def run(
             observe(StepRecord(number, now, end, turn, arrived, rejected, first, growth))
         steps += taken
         now = end
-        if upcoming is None and is_dead:
-            return Outcome("stuck", "the head of the queue needs more blocks than can ever be free")
-        if upcoming is None and engine.is_livelocked:
-            return Outcome("stuck", "a sequence outgrows the pool, is preempted and starts over without end")
+        if upcoming is None and (is_dead or engine.is_livelocked):
+            return Outcome("stuck", engine.why_stuck())
 
 
 def _steps_until(gap: int, first: int, growth: int, most: int) -> int:

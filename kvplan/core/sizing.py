@@ -8,19 +8,18 @@ name or docstring says the whole model's.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from kvplan.core.deployment import MARGINS, Deployment, Margin, Stage, pipeline_stages
+from kvplan.core.deployment import MARGINS, Deployment, Margin, pipeline_stages
 from kvplan.core.kv_cache import WHOLE, CacheFormat, LayerCache
 from kvplan.core.kv_pool import Pool
 from kvplan.core.lora import lora_bytes
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.core.weights import Ranks
-from kvplan.core.weights import Stage as WeightStage
+from kvplan.core.weights import Ranks, Stage
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
@@ -35,6 +34,8 @@ _GROWTH_SPAN = 128
 #: Where an overhead comes from: counted and estimated, as a start of the engine measured it, or that carried over to
 #: other limits of a batch.
 OverheadSource = Literal["estimated", "measured", "scaled"]
+#: Whether an estimate is in a verdict, and if so whether both of its ends agree.
+Confidence = Literal["exact", "likely", "uncertain"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,19 @@ class Rank:
 
 
 @dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A change to a deployment, in words and as option names with their values, and what would then fit."""
+
+    change: str
+    effect: str
+    flags: Mapping[str, object]
+    fits: bool
+    fits_confidence: Confidence
+    concurrent_sequences: int
+    max_model_len_that_fits: int
+
+
+@dataclass(frozen=True, slots=True)
 class Capacity:
     """What fits, on each GPU unless said. ``headroom`` is what stays free of the KV pool; negative: lacks.
 
@@ -124,7 +138,7 @@ class Capacity:
     """
 
     fits: bool
-    fits_confidence: Literal["exact", "likely", "uncertain"]
+    fits_confidence: Confidence
     reason: str
     max_model_len: int
     available_kv_bytes: int
@@ -146,7 +160,7 @@ class Capacity:
     weights_share_of_memory: float | None
     ranks: tuple[Rank, ...]
     limiting_rank: int
-    suggestions: tuple[dict[str, object], ...]
+    suggestions: tuple[Suggestion, ...]
     distribution: Residents | None
     exact: tuple[str, ...]
     estimated: tuple[str, ...]
@@ -201,8 +215,12 @@ class Plan:
             dtype=deployment.cache.kv_cache_dtype,
             block_size=self.pool.block_size,
             cluster_bytes_per_token=math.ceil(cluster),
-            per_gpu=self._kv_bytes(self.pool, deployment.cache, limiting),
+            per_gpu=self.rank_sizes(limiting),
         )
+
+    def rank_sizes(self, stage: Stage) -> KvBytes:
+        """What one rank of a stage holds."""
+        return self._kv_bytes(self.pool, self.deployment.cache, stage)
 
     def loaded(self) -> tuple[int | None, ...]:
         """Bytes on a rank of each stage once the model is loaded, rotary tables and LoRA slots too; None: unknown."""
@@ -260,19 +278,8 @@ class Plan:
 
 def stage_weights(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int | None:
     """Bytes of weights on the largest rank of a stage, a draft's included; None if unknown."""
-    alone = deployment.pipeline_parallel_size == 1
-    held = spec.weights.rank_bytes(
-        deployment.dtype,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        num_kv_heads=spec.num_kv_heads,
-        data_parallel_size=deployment.data_parallel_size,
-        enable_expert_parallel=deployment.enable_expert_parallel,
-        first_layer=stage.first,
-        end_layer=None if alone else stage.end,
-        is_first=stage.is_first,
-        is_last=stage.is_last,
-        drafts=deployment.speculative_method == "mtp",
-    )
+    drafts = deployment.speculative_method == "mtp"
+    held = spec.weights.rank_bytes(deployment.dtype, _ranks(spec, deployment), stage, drafts=drafts)
     if held is None:
         return None
     return held + (deployment.draft_weights_bytes if stage.is_last else 0)
@@ -317,18 +324,8 @@ def stage_extras(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int:
         spec.family,
         deployment.dtype,
         deployment.lora,
-        ranks=Ranks(
-            deployment.tensor_parallel_size,
-            deployment.data_parallel_size,
-            deployment.enable_expert_parallel,
-            spec.num_kv_heads,
-        ),
-        stage=WeightStage(
-            stage.first,
-            None if deployment.pipeline_parallel_size == 1 else stage.end,
-            stage.is_first,
-            stage.is_last,
-        ),
+        ranks=_ranks(spec, deployment),
+        stage=stage,
     )
     if slots is None:
         raise InputError(
@@ -337,6 +334,16 @@ def stage_extras(spec: ModelSpec, deployment: Deployment, stage: Stage) -> int:
             hint="leave it out, and a margin for them",
         )
     return extra + slots
+
+
+def _ranks(spec: ModelSpec, deployment: Deployment) -> Ranks:
+    """How the ranks of a stage share weights."""
+    return Ranks(
+        deployment.tensor_parallel_size,
+        deployment.data_parallel_size,
+        deployment.enable_expert_parallel,
+        spec.num_kv_heads,
+    )
 
 
 class Budget(NamedTuple):
@@ -370,16 +377,12 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
     spare = usable - deployment.concurrency * per_sequence
     block_bytes = pool.bytes_per_block(plan.stages[limiting])
     memory = budget.gpu.memory_bytes if budget.gpu else None
-    per_gpu = plan.kv_sizes(plan.stages[limiting]).per_gpu
+    total_bytes = plan.rank_sizes(plan.stages[limiting]).total_bytes
     held = weights[limiting]
     available = blocks[limiting].available_kv_bytes
     return Capacity(
         fits=chosen.fits,
-        fits_confidence="exact"
-        if not budget.overheads
-        else "likely"
-        if len({verdict.fits for verdict in verdicts.values()}) == 1 and not (chosen.fits and budget.is_guess)
-        else "uncertain",
+        fits_confidence=_confidence(budget, chosen, verdicts.values()),
         reason=chosen.reason,
         max_model_len=deployment.max_model_len,
         available_kv_bytes=available,
@@ -397,29 +400,39 @@ def plan_capacity(plan: Plan, budget: Budget) -> Capacity:
         headroom_bytes=spare * block_bytes,
         headroom_share=spare / usable if usable else None,
         next_block_bytes=block_bytes - available % block_bytes if block_bytes else 0,
-        sequences_share_of_memory=per_gpu.total_bytes / memory if memory else None,
+        sequences_share_of_memory=total_bytes / memory if memory else None,
         weights_share_of_memory=held / memory if memory and held is not None else None,
-        ranks=tuple(
-            Rank(
-                stage=i,
-                layers=stage.end - stage.first,
-                weights_bytes=weights[i],
-                extra_bytes=stage_extras(plan.spec, deployment, stage),
-                overhead_bytes=budget.overheads[i].total(deployment.margin) if budget.overheads else None,
-                available_kv_bytes=blocks[i].available_kv_bytes,
-                bytes_per_token=plan.bytes_per_token(stage),
-                bytes_per_block=pool.bytes_per_block(stage),
-                num_blocks=max(0, blocks[i].num_blocks),
-                replicated_bytes_per_token=plan.replicated_bytes_per_token(stage),
-                replicated_weights_bytes=_replicated_weights(plan, stage, weights[i]),
-            )
-            for i, stage in enumerate(plan.stages)
-        ),
+        ranks=tuple(_rank(plan, budget, i, weights[i], blocks[i]) for i in range(len(plan.stages))),
         limiting_rank=limiting,
         suggestions=(),
         distribution=None,
         exact=_EXACT if budget.overheads else (*_EXACT, *_ESTIMATED[1:]),
         estimated=_ESTIMATED if budget.overheads else (),
+    )
+
+
+def _confidence(budget: Budget, chosen: _Verdict, all_margins: Iterable[_Verdict]) -> Confidence:
+    if not budget.overheads:
+        return "exact"
+    agree = all(verdict.fits == chosen.fits for verdict in all_margins)
+    return "likely" if agree and not (chosen.fits and budget.is_guess) else "uncertain"
+
+
+def _rank(plan: Plan, budget: Budget, number: int, weights_bytes: int | None, blocks: _StageBlocks) -> Rank:
+    """A stage of the pipeline as a report shows it."""
+    deployment, stage = plan.deployment, plan.stages[number]
+    return Rank(
+        stage=number,
+        layers=stage.end - stage.first,
+        weights_bytes=weights_bytes,
+        extra_bytes=stage_extras(plan.spec, deployment, stage),
+        overhead_bytes=budget.overheads[number].total(deployment.margin) if budget.overheads else None,
+        available_kv_bytes=blocks.available_kv_bytes,
+        bytes_per_token=plan.bytes_per_token(stage),
+        bytes_per_block=plan.pool.bytes_per_block(stage),
+        num_blocks=max(0, blocks.num_blocks),
+        replicated_bytes_per_token=plan.replicated_bytes_per_token(stage),
+        replicated_weights_bytes=_replicated_weights(plan, stage, weights_bytes),
     )
 
 
@@ -473,7 +486,7 @@ def _stage_blocks(
                 )
             used = held + stage_extras(plan.spec, deployment, stage) + budget.overheads[i].total(margin)
             available = plan.pool.kv_memory(budget.gpu.memory_bytes, used)
-            unused = budget.gpu.memory_bytes - used - available
+            unused = max(0, budget.gpu.memory_bytes - used - available)
         share = plan.pool.share(available, stage)
         found.append(_StageBlocks(available, share.num_blocks, share.pool_bytes, share.sequences, unused))
     return found
@@ -506,8 +519,8 @@ def _verdict(
             if bytes_needed > budget.gpu.memory_bytes:
                 return _Verdict(
                     False,
-                    f"weights and KV need {bytes_needed:,} bytes on each GPU, which has "
-                    f"{budget.gpu.memory_bytes:,}",
+                    f"weights and KV need {_gib(bytes_needed)} on each GPU, which has "
+                    f"{_gib(budget.gpu.memory_bytes)}",
                 )
     usable = num_blocks - pool.null_blocks
     longest = pool.blocks(deployment.max_model_len)
@@ -522,7 +535,7 @@ def _verdict(
         if lacking > 0:
             return _Verdict(
                 False,
-                f"weights and overhead need {lacking:,} bytes more on a GPU than it gives the engine; nothing is left "
+                f"weights and overhead need {_gib(lacking)} more on a GPU than it gives the engine; nothing is left "
                 "for KV",
             )
         beside = " beside the null block" if pool.null_blocks else ""
@@ -549,6 +562,10 @@ def _verdict(
     if needed > usable:
         return _Verdict(False, f"{asked} {needed:,} blocks, {usable:,} are usable")
     return _Verdict(True, f"{asked} {needed:,} of {usable:,} usable blocks")
+
+
+def _gib(size: int) -> str:
+    return f"{size / (1 << 30):,.2f} GiB"
 
 
 def _longest_that_fits(plan: Plan, num_blocks: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Sequence
 from fractions import Fraction
 from typing import Literal, NamedTuple
 
+from kvplan.core.gpu import generation
 from kvplan.core.kv_cache import (
     HEADS,
     KV_CACHE_DTYPES,
@@ -37,11 +38,21 @@ TokenLine = Literal["blocks", "groups", "concurrency"]
 #: Whether states keep one block, one and what prefix caching needs, or one for every block of tokens.
 StateMode = Literal["none", "align", "all"]
 
+#: Kinds of rotary embedding whose config states the length that they stretch to.
+_LENGTH_HOLDS = frozenset({"longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling"})
 _GIB = 1 << 30
 #: Ways to draft that allow asynchronous scheduling, beside multi-token prediction (config/speculative.py).
 _ASYNC_DRAFTS = ("eagle", "eagle3", "dflash", "ngram_gpu", "extract_hidden_states")
-#: Ways to draft that the second runner of 0.26 knows, those that it does not know in 0.33, and the models with
-#: experts that it is the default for in 0.26 (config/vllm.py).
+#: Models that the second runner is first the default for, in 0.24; ways to draft that it knows in 0.26, those that
+#: it does not know in 0.33, and the models with experts that it is the default for in 0.26 (config/vllm.py).
+_V2_FIRST = (
+    "Qwen3ForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "Qwen2MoeForCausalLM",
+    "GraniteMoeForCausalLM",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+)
 _V2_DRAFTS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 _FIRST_RUNNER_ONLY = ("suffix", "custom_class")
 _V2_EXPERTS = (
@@ -119,11 +130,6 @@ class VllmRules(NamedTuple):
         return self.gpu_memory_utilization
 
     @property
-    def subtracts_cuda_graphs(self) -> bool:
-        """Whether the memory of CUDA graphs comes out of the KV cache (envs.py, estimate on by default)."""
-        return self.number >= (0, 21)
-
-    @property
     def reserves_null_block(self) -> bool:
         """Whether the fit check leaves out the null block (v1/core/kv_cache_planning.py)."""
         return self.number >= (0, 33)
@@ -152,10 +158,13 @@ class VllmRules(NamedTuple):
     ) -> bool:
         """Whether the second model runner is the default (config/vllm.py ``use_v2_model_runner``).
 
-        Read in 0.26, for dense models without states first, and in 0.33, for all.
+        A list of architectures in 0.24 (0.23 fits a log), dense models without states and a few others in 0.26, all
+        in 0.33; the releases between were not seen, 0.25 and 0.28 are assumed. ``method`` is a way to draft.
         """
-        if self.number >= (0, 33):
+        if self.number >= (0, 28):
             return method not in _FIRST_RUNNER_ONLY
+        if self.number < (0, 25):
+            return self.number >= (0, 23) and architecture in _V2_FIRST
         drafts = method is None or method in _V2_DRAFTS
         return drafts and not has_states and (not has_experts or architecture in _V2_EXPERTS)
 
@@ -164,10 +173,28 @@ class VllmRules(NamedTuple):
         """Elements that a latent's row is padded to a multiple of: 256 bytes of 2 in 0.7 (seen in its logs)."""
         return 128 if self.number == (0, 7) else 1
 
-    @property
-    def scales_yarn(self) -> bool:
-        """Whether yarn multiplies the longest length; later the config's own maximum holds (config/model.py)."""
-        return self.number < (0, 33)
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """``max_model_len`` where none is given, and the longest that may be; None: the model states none.
+
+        config/model.py ``_get_and_verify_max_len``: positions times the factor of their scaling, but for kinds whose
+        config has the product already: LongRoPE and Llama-3's, YaRN since 0.33 (until then it is the original length
+        that is multiplied), and Gemma-3. LongRoPE starts at the original length (read in 0.19, not yet in 0.11).
+        """
+        longest = spec.max_position_embeddings
+        if longest is None:
+            return None
+        factor = 1.0
+        if "gemma3" not in spec.family:
+            stretched = _LENGTH_HOLDS if self.number >= (0, 33) else _LENGTH_HOLDS - {"yarn"}
+            for scaling in spec.position_scalings:
+                if scaling.kind not in stretched:
+                    factor = scaling.factor
+                    if scaling.kind == "yarn":
+                        longest = scaling.original or longest
+        longest = int(longest * factor)
+        original = spec.original_max_position_embeddings
+        starts_short = self.number >= (0, 19) and any(s.kind == "longrope" for s in spec.position_scalings)
+        return (original or longest if starts_short else longest), longest
 
     def group_rules(self, *, hybrid_manager: bool) -> GroupRules:
         """How layers are grouped (v1/core/kv_cache_utils.py; kv_cache_planning.py in 0.33).
@@ -264,7 +291,7 @@ class VllmRules(NamedTuple):
         if asked == "auto" and spec.kv_cache_dtype is not None:
             chosen, why = spec.kv_cache_dtype, "as the checkpoint says"
         if any(isinstance(cache, CompressedLatent) for cache in caches):
-            if asked in ("auto", "fp8", "fp8_e4m3"):
+            if asked == "auto" or asked.startswith("fp8"):
                 chosen, why = "fp8_ds_mla", "the form of compressed latents"
         elif any(isinstance(cache, SparseIndexer) for cache in caches):
             packed = self.sparse_latent_dtype(chosen, compute_capability, spec.architecture)
@@ -330,8 +357,8 @@ class VllmRules(NamedTuple):
         """
         if self.number < (0, 33) or mode != "align":
             return (), 1
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if generation in ("9", "10", "12") else 0}
+        fast = generation(compute_capability) in (9, 10, 12)
+        able = {"mamba2": 1, "gated_delta_net": _DELTA_CHECKPOINT if fast else 0}
         tokens = [able.get(kind, 0) for kind in kinds]
         if "mamba2" in kinds and not all(tokens):
             return ("mamba2",), 1
@@ -344,10 +371,10 @@ class VllmRules(NamedTuple):
         """
         if sparse:
             return 64
-        generation = (compute_capability or "9.0").split(".", 1)[0]
-        if generation == "9":
+        gpu = generation(compute_capability)
+        if gpu == 9:
             return 64 if self.number < (0, 19) or fp8 else 16
-        if generation == "10":
+        if gpu == 10:
             return 32 if self.number >= (0, 19) else 128 if self.number >= (0, 11) else 16
         return 16
 
@@ -360,16 +387,16 @@ class VllmRules(NamedTuple):
         12 (read from 0.24 on) packed is the only form; elsewhere it stays plain. In 0.11 all but bfloat16 was packed
         (model_executor/models/config.py); in 0.33 GLM-5 is fp8 on the generation 10.
         """
-        generation = (compute_capability or "9.0").split(".", 1)[0]
+        gpu = generation(compute_capability)
         fp8 = kv_cache_dtype in ("fp8", "fp8_e4m3")
         if self.number < (0, 19) and (kv_cache_dtype == "auto" or kv_cache_dtype.startswith("fp8")):
             return "fp8_ds_mla"
-        if generation == "9" and fp8:
+        if gpu == 9 and fp8:
             return "fp8_ds_mla"
-        if generation == "12" and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
+        if gpu == 12 and self.number >= (0, 24) and (fp8 or kv_cache_dtype == "auto"):
             return "fp8_ds_mla"
         glm = architecture.startswith("GlmMoeDsa") and self.number >= (0, 33)
-        return "fp8_e4m3" if glm and generation == "10" and kv_cache_dtype == "auto" else kv_cache_dtype
+        return "fp8_e4m3" if glm and gpu == 10 and kv_cache_dtype == "auto" else kv_cache_dtype
 
     def takes_kv_dtype(self, kv_cache_dtype: str) -> bool:
         """Whether ``--kv-cache-dtype`` may be this."""

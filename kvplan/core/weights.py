@@ -105,16 +105,15 @@ class WeightGroup(NamedTuple):
     def layers_on(self, stage: Stage) -> Sequence[int]:
         """The layers of a pipeline stage that have it; for what is in no layer, (0,) where the stage has it."""
         if self.place == "layers":
-            if stage.end_layer is None and stage.first_layer == 0:
+            if stage.is_whole:
                 return self.layers
-            end = stage.end_layer
-            return [i for i in self.layers if i >= stage.first_layer and (end is None or i < end)]
+            return [i for i in self.layers if stage.first <= i < stage.end]
         here = {
             "first": stage.is_first,
             "last": stage.is_last,
             "ends": stage.is_first or stage.is_last,
             "all": True,
-            "draft": stage.drafts and stage.is_last,
+            "draft": stage.is_last,
         }
         return (self.layers or (0,)) if here[self.place] else ()
 
@@ -138,16 +137,25 @@ class Ranks(NamedTuple):
 
 
 class Stage(NamedTuple):
-    """A pipeline stage: its layers from ``first_layer`` up to ``end_layer`` (None: all the rest).
+    """One stage of a pipeline: layers ``first`` up to ``end``; the last also has the draft's layers."""
 
-    ``drafts``: whether layers for multi-token prediction are loaded.
-    """
+    first: int
+    end: int
+    is_first: bool
+    is_last: bool
 
-    first_layer: int = 0
-    end_layer: int | None = None
-    is_first: bool = True
-    is_last: bool = True
-    drafts: bool = False
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is the only one."""
+        return self.is_first and self.is_last
+
+    def holds(self, layer: int) -> bool:
+        """Whether a layer, or a draft's layer numbered on from the last, is here."""
+        return self.first <= layer and (layer < self.end or self.is_last)
+
+
+#: A model that is not cut into stages, whatever the number of its layers.
+WHOLE_MODEL = Stage(0, 1 << 30, is_first=True, is_last=True)
 
 
 class Weights(NamedTuple):
@@ -171,6 +179,11 @@ class Weights(NamedTuple):
     def quantization(self) -> str | None:
         """The name of the method of quantization; None for weights in the model's dtype."""
         return self.format.method if self.format else None
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some of the weights are routed experts; False where only a total is known."""
+        return any(group.kind == "experts" for group in self.groups)
 
     def quantized_by(self, name: str) -> Weights:
         """These weights as ``--quantization NAME`` has the engine hold them; stored ones stay as they are stored."""
@@ -208,27 +221,12 @@ class Weights(NamedTuple):
         Weights that are not quantized are held in ``dtype``, whatever the files hold: vLLM loads a float32
         checkpoint in 16 bits. With ``drafts``, layers for multi-token prediction count too.
         """
-        return self.rank_bytes(dtype, tensor_parallel_size=1, num_kv_heads=1, drafts=drafts)
-
-    def per_gpu_bytes(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
-        """Bytes on one rank of tensor parallelism alone; None if unknown."""
-        return self.rank_bytes(dtype, tensor_parallel_size=tensor_parallel_size, num_kv_heads=num_kv_heads)
+        return self.rank_bytes(dtype, Ranks(), drafts=drafts)
 
     def rank_bytes(
-        self,
-        dtype: str,
-        *,
-        tensor_parallel_size: int,
-        num_kv_heads: int,
-        data_parallel_size: int = 1,
-        enable_expert_parallel: bool = False,
-        first_layer: int = 0,
-        end_layer: int | None = None,
-        is_first: bool = True,
-        is_last: bool = True,
-        drafts: bool = False,
+        self, dtype: str, ranks: Ranks, stage: Stage = WHOLE_MODEL, *, drafts: bool = False
     ) -> int | None:
-        """Bytes on the largest rank of a pipeline stage with layers first_layer to end_layer - 1; None if unknown.
+        """Bytes on the largest rank of a pipeline stage; None if unknown. ``drafts`` as for `total_bytes`.
 
         Tensor parallelism divides attention, dense and shared-expert matrices and vocabulary tables; routed
         experts are divided among tensor x data parallel ranks, by their width, or whole with expert
@@ -240,21 +238,21 @@ class Weights(NamedTuple):
         divided as their format would be, which leaves the files' total as it is. Where only a total is known, it
         is divided evenly among the ranks of a stage, rounded up, and is unknown for one stage of several.
         """
-        ranks = Ranks(tensor_parallel_size, data_parallel_size, enable_expert_parallel, num_kv_heads)
-        stage = Stage(first_layer, end_layer, is_first, is_last, drafts)
         known = self._groups_are_complete and (self.format is None or self.format.unknown is None)
+        main = [g for g in self.groups if g.place != "draft"] if known else ()
+        loaded = self.groups if drafts else main
         if known and (self.format is None or self.stored_bytes is None):
-            return _held_bytes(self.groups, dtype, ranks, stage, self.format)
+            return _held_bytes(loaded, dtype, ranks, stage, self.format)
         if known and self.stored_bytes is not None:
-            here, kept = _quantized_bytes(self.groups, dtype, ranks, stage, self.format)
-            whole, _ = _quantized_bytes(self.groups, dtype, Ranks(), Stage(), self.format)
+            here, kept = _quantized_bytes(loaded, dtype, ranks, stage, self.format)
+            whole, _ = _quantized_bytes(main, dtype, Ranks(), WHOLE_MODEL, self.format)
             return ceil_div(self.stored_bytes * here, whole) + kept
         total = self.stored_bytes if self.format is not None else None
         if self.format is None and self.parameters is not None:
             total = self.parameters * DTYPE_BYTES[dtype]
-        if total is None or stage._replace(drafts=False) != Stage():
+        if total is None or not stage.is_whole:
             return None
-        return ceil_div(total, tensor_parallel_size)
+        return ceil_div(total, ranks.tensor_parallel_size)
 
     def rotary_bytes(self, dtype: str) -> int:
         """Bytes of the tables of rotary positions on every rank: no weights, but part of a loaded model."""
@@ -265,13 +263,13 @@ class Weights(NamedTuple):
 
         Every expert counts as read. None if unknown.
         """
-        held = self.per_gpu_bytes(dtype, tensor_parallel_size, num_kv_heads)
+        ranks = Ranks(tensor_parallel_size, num_kv_heads=num_kv_heads)
+        held = self.rank_bytes(dtype, ranks)
         if held is None or not self._groups_are_complete:
             return held
-        idle = [g for g in self.groups if g.kind in ("table", "tower")]
-        ranks = Ranks(tensor_parallel_size, num_kv_heads=num_kv_heads)
+        idle = [g for g in self.groups if g.kind in ("table", "tower") and g.place != "draft"]
         form = self.format if self.format and self.format.unknown is None else None
-        return max(0, held - _held_bytes(idle, dtype, ranks, Stage(), form))
+        return max(0, held - _held_bytes(idle, dtype, ranks, WHOLE_MODEL, form))
 
     @property
     def _groups_are_complete(self) -> bool:

@@ -13,30 +13,30 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from pathlib import Path
 
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
-from kvplan.config import load_model, resource
+from kvplan.config import load_model
 from kvplan.core.kept_layers import row_bytes
 from kvplan.core.kv_cache import STATES, SlidingWindow
 from kvplan.core.vllm_rules import NEWEST, nearest_rules
+from kvplan.data import resource
 from kvplan.errors import InputError
 from kvplan.jobs.size import SizeResult, size_with
 from kvplan.likely_causes import (
     DERIVED,
-    SAME_WEIGHTS,
     Case,
     Derived,
-    Unit,
     largest_part,
     nearest,
     needed_bytes,
     needed_cause,
     pool_cause,
+    weights_agree,
     weights_cause,
 )
 from kvplan.log_budget import GRAPHS, calibration_of, most, own_sum, pool_memory
+from kvplan.log_lines import Unit
 from kvplan.options import Resolver, SizeOptions, check_options, flag, size_in_bytes
 from kvplan.serving import find_gpu, serve
 from kvplan.startup_log import Figure, StartupLog, read_log_file
@@ -110,7 +110,7 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
     case = sized = None
     lines: list[AuditLine] = []
     if name is not None:
-        spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+        spec = load_model(name, catalogue=options.catalogue, overrides=options.set)
         longest, served_length = spec.max_position_embeddings, given.max_model_len
         if longest is not None and isinstance(served_length, int) and served_length > longest:
             notes.append(
@@ -196,7 +196,7 @@ def _first_engines_batch(log: StartupLog) -> int | None:
 def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) -> Case | None:
     """Our plan with the log's settings; None where we have none. Settings that we cannot follow are left out."""
     gpu, count = find_gpu(options.gpu)
-    spec = load_model(name, catalogue=_path(options.models), overrides=options.set)
+    spec = load_model(name, catalogue=options.catalogue, overrides=options.set)
     while True:
         try:
             return Case(log, name, options, serve(spec, Resolver(options), gpu=gpu, gpu_count=count))
@@ -233,7 +233,7 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
     ]
     known = {
         _slug(one.rpartition("/")[2]): one
-        for one in entry_names(read_catalogue(_path(options.models) or resource("models.yaml")))
+        for one in entry_names(read_catalogue(options.catalogue or resource("models.yaml")))
     }
     for text in names:
         cached = re.search(r"models--([^/\\]+?)--([^/\\]+)", text)  # a folder of the Hugging Face cache
@@ -243,7 +243,7 @@ def _model_named_in(log: StartupLog, options: SizeOptions, notes: list[str]) -> 
             if candidate is None or candidate.lower().endswith(".gguf"):
                 continue
             try:
-                load_model(candidate, catalogue=_path(options.models), overrides=options.set)
+                load_model(candidate, catalogue=options.catalogue, overrides=options.set)
             except InputError:
                 continue  # the next spelling may be known
             return candidate
@@ -275,10 +275,6 @@ def _slug(name: str) -> str:
 
 #: Characters of a model's name that matter.
 _LONGEST_NAME = 200
-
-
-def _path(text: str | None) -> Path | None:
-    return None if text is None else Path(text)
 
 
 def _compare(case: Case) -> Iterator[AuditLine]:
@@ -426,15 +422,12 @@ def _compare_budget(case: Case) -> Iterator[AuditLine]:
 
 
 def _weights_line(case: Case, weights: Figure) -> AuditLine:
-    """Weights agree within a hundredth: engines count buffers and the allocator's rounding in.
-
-    Ours are those of the stage that comes nearest, with what is loaded beside them.
-    """
+    """Ours are those of the stage that comes nearest, with what is loaded beside them."""
     ours = nearest(case.loaded(), weights.value)
     if ours is None:
         return _line("weights", weights, None)
-    near = abs(weights.value - ours) * SAME_WEIGHTS <= ours
-    return _line("weights", weights, ours, agrees=near, cause=weights_cause(case, weights, ours))
+    agrees = weights_agree(weights, ours)
+    return _line("weights", weights, ours, agrees=agrees, cause=weights_cause(case, weights, ours))
 
 
 # SGLang and TensorRT-LLM: a pool of tokens
@@ -449,21 +442,16 @@ def _compare_token_pool(case: Case) -> Iterator[AuditLine]:
     if per_token is not None:
         yield _line("KV per token", per_token, round(Fraction(page, pool.block_size)))
     planned, free = log.last("kv_planned"), log.last("free_before_kv")
-    if blocks is not None and (planned or free):
-        ends = [
-            pool.share(int(size), stage).num_blocks
-            for size in (
-                (planned.value, planned.low, planned.high)
-                if planned
-                else (pool.kv_memory(int(size), 0) for size in (free.value, free.low, free.high))
-                if free
-                else ()
-            )
-        ]
-        yield _line("blocks", blocks, ends[0], unit="blocks", agrees=ends[1] <= blocks.value <= ends[2])
+    given = planned or free
+    if blocks is not None and given is not None:
+        sizes = [int(size) for size in (given.value, given.low, given.high)]
+        if planned is None:
+            sizes = [pool.kv_memory(size, 0) for size in sizes]
+        ours, least, most_blocks = (pool.share(size, stage).num_blocks for size in sizes)
+        yield _line("blocks", blocks, ours, unit="blocks", agrees=least <= blocks.value <= most_blocks)
     if blocks is not None and tokens is not None:
-        ours, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
-        yield _line("KV cache tokens", tokens, ours, unit="tokens")
+        counted, _ = pool.token_line(int(blocks.value), case.served.deployment.max_model_len)
+        yield _line("KV cache tokens", tokens, counted, unit="tokens")
     if tokens is None or memory is None or _has_two_pools(case):
         return
     held = round(Fraction(int(tokens.value) * page, pool.block_size))
@@ -548,20 +536,10 @@ def _line(
     )
 
 
-_UNITS: dict[str, Unit] = {
-    "bytes": "bytes",
-    "tokens": "tokens",
-    "blocks": "blocks",
-    "times": "times",
-    "percent": "percent",
-    "count": "count",
-}
-
-
 def _theirs_alone(figure: Figure) -> AuditLine:
     """A figure that we have nothing beside."""
     term = _TERMS.get(figure.name, figure.name.replace("_", " "))
-    return _line(term, figure, None, unit=_UNITS.get(figure.unit, "bytes"))
+    return _line(term, figure, None, unit=figure.unit)
 
 
 #: Figures that are shown though we have none beside them, and what they are called.

@@ -295,6 +295,7 @@ class PlannedCheck:
 
 
 def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, path: Path) -> PlannedCheck:
+    """A check that was written as the ``number``-th of the file, its options and command put together."""
     given = entry.mapping(f"check {number}")
     name = str(given["name"].value()) if "name" in given else f"check {number}"
     simulates = "trace" in given and not _expects_distribution(given)
@@ -328,24 +329,14 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
         origins["margin"] = "default of a check"
-    if "expect" not in given:
-        raise InputError(
-            f'check "{name}" expects nothing', where=str(entry.place), hint="write expect: {fits: true}"
-        )
     uncalibrated = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
-    expectations = tuple(
-        _expectation(
-            figure,
-            node,
-            allow_time=uncalibrated is not None and uncalibrated.value() is True,
-            has_calibration=options.calibration is not None,
-        )
-        for figure, node in given["expect"].mapping("expect").items()
+    expectations = _expectations(
+        given,
+        name,
+        entry.place,
+        allow_time=uncalibrated is not None and uncalibrated.value() is True,
+        has_calibration=options.calibration is not None,
     )
-    if not expectations:
-        raise InputError(
-            f'check "{name}" expects nothing', where=str(given["expect"].place), hint="name a figure"
-        )
     return PlannedCheck(
         name,
         entry.place,
@@ -459,6 +450,25 @@ def _unknown_key(key: str, known: frozenset[str] | tuple[str, ...], node: Node) 
 
 
 # Expectations
+
+
+def _expectations(
+    given: Mapping[str, Node], name: str, place: Place, *, allow_time: bool, has_calibration: bool
+) -> tuple[_Expectation, ...]:
+    """What the check ``name`` at ``place`` expects; raises `InputError` if that is nothing."""
+    if "expect" not in given:
+        raise InputError(
+            f'check "{name}" expects nothing', where=str(place), hint="write expect: {fits: true}"
+        )
+    expectations = tuple(
+        _expectation(figure, node, allow_time=allow_time, has_calibration=has_calibration)
+        for figure, node in given["expect"].mapping("expect").items()
+    )
+    if not expectations:
+        raise InputError(
+            f'check "{name}" expects nothing', where=str(given["expect"].place), hint="name a figure"
+        )
+    return expectations
 
 
 def _expectation(figure: str, node: Node, *, allow_time: bool, has_calibration: bool) -> _Expectation:

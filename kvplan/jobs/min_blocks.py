@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
-from kvplan.errors import DoesNotFit, InputError
+from kvplan.errors import InputError
 from kvplan.jobs.simulate import SimulateResult, Simulation
 from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
@@ -90,35 +90,28 @@ def find_min_blocks(
 
     Without prefix caching a run in an endless pool never preempts, and one block more than it ever used is
     enough, which a run with so many confirms. Else by bisection: preemptions are not monotone in the size of the
-    pool, so a smaller one that was not tried may do too. O(log pool) runs.
+    pool, so a smaller one that was not tried may do too. None is tried with which the engine would not start.
+    O(log pool) runs. Raises `KeyboardInterrupt` when one is interrupted.
     """
     tried: dict[int, bool] = {}
 
     def meets(blocks: int) -> bool:
         if blocks not in tried:
-            try:
-                result = Simulation(source, options, origins, num_gpu_blocks=blocks).run()
-            except DoesNotFit:  # smaller than one sequence: the engine would not start
-                tried[blocks] = False
-            else:
-                if result.simulation["status"] == "interrupted":
-                    raise KeyboardInterrupt
-                tried[blocks] = result.simulation["status"] == "done" and goal.met(result)
+            tried[blocks] = _is_met(_replay(source, options, origins, blocks), goal)
         return tried[blocks]
 
-    endless = Simulation(source, options, origins, num_gpu_blocks=_UNBOUNDED).run()
-    if endless.simulation["status"] == "interrupted":
-        raise KeyboardInterrupt
-    if not goal.met(endless):
-        return MinBlocks(goal.text, None, "not even an endless pool meets it", ((_UNBOUNDED, False),))
-    tried[_UNBOUNDED] = True
-    high = max(2, endless.kv.peak_blocks + 1)
+    endless = _replay(source, options, origins, _UNBOUNDED)
+    tried[_UNBOUNDED] = _is_met(endless, goal)
+    if not tried[_UNBOUNDED]:
+        return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
+    enough, least = endless.kv.peak_blocks + 1, _least_to_start(endless)
+    high = max(least, enough)
     while not meets(high):
-        high *= 2
-    if goal.is_no_preemption and not endless.prefix_cache.enabled and high == endless.kv.peak_blocks + 1:
+        high = min(2 * high, _UNBOUNDED)
+    if high == enough and goal.is_no_preemption and not endless.prefix_cache.enabled:
         proof = "sufficient: one more than an endless pool ever used, confirmed by a run"
         return MinBlocks(goal.text, high, proof, tuple(tried.items()))
-    low = 1
+    low = least - 1
     while high - low > 1:
         middle = (low + high) // 2
         if meets(middle):
@@ -126,4 +119,26 @@ def find_min_blocks(
         else:
             low = middle
     proof = "the smallest found by bisection; one that was not tried may be smaller"
+    if high == least:
+        proof = "the least with which the engine starts: it must hold one sequence of --max-model-len"
     return MinBlocks(goal.text, high, proof, tuple(tried.items()))
+
+
+def _replay(
+    source: str, options: SimulateOptions, origins: Mapping[str, str] | None, blocks: int
+) -> SimulateResult:
+    result = Simulation(source, options, origins, num_gpu_blocks=blocks).run()
+    if result.simulation["status"] == "interrupted":
+        raise KeyboardInterrupt
+    return result
+
+
+def _is_met(result: SimulateResult, goal: Goal) -> bool:
+    return result.simulation["status"] == "done" and goal.met(result)
+
+
+def _least_to_start(result: SimulateResult) -> int:
+    """The blocks of one sequence of max_model_len and the null block; scenarios start with any."""
+    if result.trace["format"] == "scenario":
+        return 2
+    return 1 - (-cast("int", result.config["max_model_len"].value) // result.kv.block_size)

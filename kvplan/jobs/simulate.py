@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, cast
 
 from kvplan.config import load_model
@@ -500,7 +499,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         resolver.choose("gpu", gpu_text, "default")
     spec = load_model(
         model,
-        catalogue=Path(options.models) if options.models else None,
+        catalogue=options.catalogue,
         overrides=options.set,
         where="--model",
     )
@@ -512,7 +511,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     _check_simulated(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
-        length = capacity.max_model_len_that_fits
+        length = min(length, capacity.max_model_len_that_fits)
     if capacity.usable_blocks == 0 or length == 0:
         raise DoesNotFit(
             f"the engine would not start: {capacity.reason}",

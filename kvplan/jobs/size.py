@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 from kvplan.config import list_gpus, load_model
 from kvplan.core.engine_sizing import engine_sizing
@@ -23,7 +22,7 @@ from kvplan.options import (
     parse_engine,
     settings_dict,
 )
-from kvplan.serving import find_gpu, serve, would_fit
+from kvplan.serving import Served, find_gpu, serve, would_fit
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,13 +85,12 @@ def size_with(
     check_options(options)
     gpu, gpu_count = find_gpu(options.gpu)
     return _size(
-        _load(model, options), options, origins or {}, gpu, gpu_count, seq_sets_length=seq_sets_length
-    )
-
-
-def _load(model: str, options: SizeOptions) -> ModelSpec:
-    return load_model(
-        model, catalogue=Path(options.models) if options.models else None, overrides=options.set
+        load_model(model, catalogue=options.catalogue, overrides=options.set),
+        options,
+        origins or {},
+        gpu,
+        gpu_count,
+        seq_sets_length=seq_sets_length,
     )
 
 
@@ -127,15 +125,8 @@ def _size(
             raise DoesNotFit(
                 f"no length fits: {capacity.reason}", where="--max-model-len", hint="use a larger GPU"
             )
-    longest, seq = deployment.max_model_len, resolver.choose("seq", deployment.seq, "max_model_len")
-    warnings = list(served.warnings)
-    maximum = spec.max_position_embeddings
-    if maximum is not None and seq > maximum:
-        warnings.append(f"seq {seq:,} is beyond the model's maximum of {maximum:,} tokens")
-    elif seq > longest:
-        warnings.append(f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off")
-    if served.weights.total_bytes is None:
-        warnings.append(f"the size of the weights is not known: {served.spec.weights.why_unknown}")
+    seq = resolver.choose("seq", deployment.seq, "max_model_len")
+    warnings = [*served.warnings, *_warnings(served, seq)]
     for name in ("lengths", "trace", "shared_prefix"):
         if getattr(options, name) is not None:
             if capacity is None:
@@ -164,6 +155,17 @@ def _size(
     )
 
 
+def _warnings(served: Served, seq: int) -> Iterator[str]:
+    """What a result of sequences of ``seq`` tokens is said with."""
+    maximum, longest = served.spec.max_position_embeddings, served.deployment.max_model_len
+    if maximum is not None and seq > maximum:
+        yield f"seq {seq:,} is beyond the model's maximum of {maximum:,} tokens"
+    elif seq > longest:
+        yield f"seq {seq:,} is beyond max_model_len {longest:,}: the engine would cut it off"
+    if served.weights.total_bytes is None:
+        yield f"the size of the weights is not known: {served.spec.weights.why_unknown}"
+
+
 def size_on(
     model: str,
     gpus: str,
@@ -180,7 +182,7 @@ def size_on(
     most that were tried. GPUs of unknown memory are left out, as a warning says. Raises `InputError`.
     """
     check_options(options)
-    spec = _load(model, options)
+    spec = load_model(model, catalogue=options.catalogue, overrides=options.set)
     found, unknown = [], []
     for text, gpu, given_count in _listed_gpus(gpus):
         if gpu.memory_bytes is None and options.gpu_memory is None:
@@ -188,7 +190,7 @@ def size_on(
             continue
         chosen, origin = options.but({"gpu": text}), dict(origins or {})
         count = given_count
-        if given_count is None and not any(getattr(options, name) is not None for name in _DEGREES):
+        if given_count is None and not options.has_degrees:
             count, sizes = _gpus_needed(spec, chosen, origin, gpu)
             chosen = chosen.but({"gpu": f"{count}x{gpu.name}", **sizes})
             origin |= dict.fromkeys(sizes, "--gpu: the fewest that fit")
@@ -204,7 +206,6 @@ def size_on(
     return found
 
 
-_DEGREES = ("tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size")
 #: GPUs of one machine, and the most stages over such machines.
 _GPUS_OF_MACHINE = 8
 _MOST_STAGES = 8

@@ -175,3 +175,37 @@ def test_all_gpus_are_ranked_within_80_columns(cli: Cli) -> None:
     assert "left out, since their memory is not known" in outcome.err
     assert max(len(line) for line in outcome.out.splitlines()) <= 80
     assert "How many GPUs llama-3.1-8b needs for 1 sequence of 8,192 tokens" in outcome.out
+
+
+def test_counts_of_several_replicas_are_said_to_be_of_each(cli: Cli) -> None:
+    answer = paragraphs(cli("size llama-2-13b --seq 4096 --gpu 2xa100-80gb -dp 2").out)[1]
+    assert "At once: 15 sequences of 4,096 tokens, in each of 2 replicas Asked for" in answer
+    assert "usable blocks, in each of 2 replicas" in answer
+    assert "replica" not in cli(FITS).out
+
+
+def test_what_makes_an_answer_uncertain_is_a_sentence(cli: Cli) -> None:
+    answer = paragraphs(cli("size llama-3.1-8b --gpu l4 --max-model-len auto").out)[1]
+    assert "Uncertain: the overhead is 0.79 to 2.13 GiB, and at one end it does not fit" in answer
+
+
+def test_stages_that_hold_nothing_are_named_in_a_sentence(cli: Cli) -> None:
+    answer = paragraphs(cli("size llama-3.1-70b --gpu l4 -pp 2").out)[1]
+    assert "on each GPU of stage 0 (the one with the fewest blocks) leave nothing for KV" in answer
+
+
+def test_memory_that_is_lacking_is_said_in_gib(cli: Cli) -> None:
+    assert "need 1,013.96 GiB on each GPU, which has 79.19 GiB" in " ".join(
+        cli("size llama-3.1-8b --gpu h100 --kv-cache-memory-bytes 999GiB").out.split()
+    )
+    refused = cli("size llama-3.1-70b --gpu l4 --max-model-len auto")
+    assert refused.code == 1
+    assert "need 113.08 GiB more on a GPU" in refused.err
+
+
+def test_a_ranking_says_which_length_the_engine_is_started_with(cli: Cli) -> None:
+    ranked = "size llama-3.1-8b --seq 8192 --gpu l4,h100"
+    assert "1 sequence of 8,192 tokens, started with max_model_len 131,072" in " ".join(
+        cli(ranked).out.split()
+    )
+    assert "started with" not in cli(f"{ranked} --max-model-len 8192").out

@@ -101,3 +101,58 @@ def test_defaults_are_said_to_be_the_engines(cli: Cli) -> None:
     assert config["block_size"] == {"value": 1, "source": "default of sglang"}
     assert config["max_num_batched_tokens"]["source"] == "default of sglang on a100-80gb"
     assert re.fullmatch(r"0\.8[23][0-9]?", str(config["gpu_memory_utilization"]["value"]))
+
+
+@pytest.mark.parametrize("gpu", ["mi210", "mi300x", "gaudi-2 --gpu-memory 90GiB"])
+def test_gpus_without_a_compute_capability_in_numbers_are_sized_by_every_engine(cli: Cli, gpu: str) -> None:
+    for engine in ENGINES:
+        found = cli(f"size llama-3.1-8b --seq 4096 --max-model-len 4096 --gpu {gpu} --engine {engine} --json")
+        assert found.code == 0
+        assert found.document["capacity"]["concurrent_sequences"] > 1
+
+
+def test_other_vendors_gpus_may_be_suggested_for_sglang(cli: Cli) -> None:
+    found = cli("size opt-66b --seq 16 --gpu rtx-a5000 --engine sglang --json")
+    assert found.code == 1
+    assert found.document["capacity"]["suggestions"]
+
+
+@pytest.mark.parametrize("model", ["gemma-4-26b-a4b", "nemotron-3-nano-30b", "nemotron-3-super-120b"])
+def test_experts_of_families_that_list_their_own_weights_are_shared_out(cli: Cli, model: str) -> None:
+    whole = cli(f"size {model} --seq 4096 --json").document["weights"]
+    found = cli(f"size {model} --seq 4096 -tp 2 --enable-expert-parallel --json")
+    assert found.code == 0
+    assert (
+        whole["per_gpu_bytes"] * 0.5
+        < found.document["weights"]["per_gpu_bytes"]
+        < whole["per_gpu_bytes"] * 0.6
+    )
+
+
+def test_experts_are_not_denied_where_the_weights_are_not_listed(cli: Cli) -> None:
+    assert cli("size deepseek-v4-pro --seq 4096 -tp 2 --enable-expert-parallel").code == 0
+    refused = cli("size llama-3.1-8b --seq 4096 -tp 2 --enable-expert-parallel")
+    assert refused.code == 2
+    assert "has no experts" in refused.err
+
+
+@pytest.mark.parametrize("form", ["int4_per_token_head", "nvfp4", "nvfp4_ds_mla"])
+def test_compressed_latents_refuse_forms_that_they_do_not_have(cli: Cli, form: str) -> None:
+    refused = cli(f"size deepseek-v4-flash --seq 4096 --kv-cache-dtype {form}")
+    assert refused.code == 2
+    assert f"has no KV cache of the form {form} (--kv-cache-dtype)" in refused.err
+
+
+def test_fp8_of_compressed_latents_is_their_own_form(cli: Cli) -> None:
+    # vLLM 0.33 models/deepseek_v4/attention.py: whatever starts with fp8 is fp8_ds_mla.
+    found = [
+        cli(f"size deepseek-v4-flash --seq 4096 --json --kv-cache-dtype {form}").document["kv"]
+        for form in ("auto", "fp8", "fp8_e5m2")
+    ]
+    assert found[0] == found[1] == found[2]
+    assert found[0]["dtype"] == "fp8_ds_mla"
+
+
+def test_nothing_is_left_to_others_where_the_weights_take_more_than_there_is(cli: Cli) -> None:
+    found = cli("size command-r --gpu p100-16gb -pp 2 --engine tensorrt-llm --json").document
+    assert found["capacity"]["unused_bytes"] == 0

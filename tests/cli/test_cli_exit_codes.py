@@ -142,6 +142,21 @@ def test_an_interrupted_run_leaves_no_file_that_looks_whole(
     assert listing(tmp_path) == {}
 
 
+def test_an_interrupt_while_a_pool_is_searched_keeps_the_run_itself(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = cli("simulate chat --limit 5 --json").document
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvplan.jobs.min_blocks._replay", interrupted)
+    outcome = cli("simulate chat --limit 5 --min-blocks 0 --requests r.csv --json")
+    assert outcome.code == 130
+    assert outcome.document == {**alone, "min_blocks": None}
+    assert set(listing(tmp_path)) == {"r.csv"}
+
+
 def test_an_interrupted_check_has_no_verdict(
     cli: Cli, tmp_path: Path, interrupt: Callable[[int], None]
 ) -> None:

@@ -157,9 +157,46 @@ def test_names_of_a_deployment_are_shown_literally(cli: Cli, folder: Path) -> No
 
 
 def test_overrides_of_the_command_reach_the_model(cli: Cli) -> None:
-    overrides = '{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "num_hidden_layers": 4}'
+    overrides = '{"rope_scaling": {"rope_type": "linear", "factor": 4.0}, "num_hidden_layers": 4}'
     command = f"vllm serve llama-2-13b --hf-overrides '{overrides}' --max-model-len 16384"
     outcome = cli("size --json --vllm-command", command)
     assert outcome.code == 0, outcome.err
     assert outcome.document["model"]["num_layers"] == 4
-    assert "rope scaling is set" in outcome.err
+    assert "positions are stretched" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("--max-model-len -5", "-5 is out of range (s.sh:1:41, --max-model-len)"),
+        (
+            "--max-model-len 9000000",
+            "131,072 tokens that the engine lets the model have (s.sh:1:41, --max-model-len)",
+        ),
+        ("-tp 3", "cannot be divided among 3 ranks (s.sh:1:29, --tensor-parallel-size)"),
+    ],
+)
+def test_a_value_that_is_refused_is_pointed_at_in_its_file(cli: Cli, text: str, said: str) -> None:
+    Path("s.sh").write_text(f"vllm serve llama-3.1-8b {text}\n")
+    outcome = cli("size --from s.sh --gpu h100")
+    assert outcome.code == 2
+    assert said in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("image", "version"),
+    [
+        ("vllm/vllm-openai:v0.11.0", "0.11"),
+        ("registry:5000/team/vllm-cu12:0.24.1-x86_64@sha256:abc", "0.24"),
+        ("vllm/vllm-openai:v0.1.0", "0.6"),
+        ("vllm/vllm-openai:v0.33.0", None),
+        ("vllm/vllm-openai:latest", None),
+        ("vllm/vllm-openai", None),
+        ("team/other:0.11", None),
+    ],
+)
+def test_an_image_of_another_version_is_said(cli: Cli, image: str, version: str | None) -> None:
+    command = f"docker run {image} vllm serve llama-2-13b"
+    said = cli("size --vllm-command", command).err
+    assert said == "" if version is None else f"give --engine vllm@{version}" in said
+    assert "--engine" not in cli("size --engine vllm@0.24 --vllm-command", command).err

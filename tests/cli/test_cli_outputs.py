@@ -108,7 +108,7 @@ def test_requests_have_their_columns_and_values(cli: Cli, tmp_path: Path) -> Non
     rows = table(tmp_path / "r.csv")
     assert " ".join(rows[0]) == (
         "id status arrival_s input_tokens output_tokens generated_tokens hit_tokens resumed_hit_tokens "
-        "preemptions queue_s ttft_s tpot_s e2e_s"
+        "preemptions peak_blocks queue_s ttft_s tpot_s e2e_s"
     )
     # c arrives with step 1, is preempted in step 7, comes back in step 9 and ends with step 10.
     assert rows[1] == {
@@ -121,6 +121,7 @@ def test_requests_have_their_columns_and_values(cli: Cli, tmp_path: Path) -> Non
         "hit_tokens": "0",
         "resumed_hit_tokens": "16",
         "preemptions": "1",
+        "peak_blocks": "6",
         "queue_s": "0.0",
         "ttft_s": "0.02",
         "tpot_s": str((0.2 - 0.02) / 7),
@@ -153,6 +154,27 @@ def test_without_seconds_the_times_of_requests_are_empty(cli: Cli, tmp_path: Pat
     cli(f"simulate {GOLDENS / '05_preempt_single.scenario.json'} --requests r.csv")
     for row in table(tmp_path / "r.csv"):
         assert [row[name] for name in row if name.endswith("_s")] == [""] * 5
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_peak_blocks_are_the_longest_table_of_each_request(cli: Cli, tmp_path: Path, name: str) -> None:
+    """The rows come from the fast engine, the tables from the plain one."""
+    command = f"simulate {GOLDENS / name}.scenario.json"
+    cli(f"{command} --requests r.csv")
+    cli(f"{command} --events e.jsonl --events-detail --requests plain.csv")
+    lengths: dict[str, int] = {}
+    peaks: dict[str, int] = {}
+    for step in events(tmp_path / "e.jsonl"):
+        for victim in step.get("preempted", []):
+            lengths[victim] = 0
+        for request, blocks in step.get("blocks", {}).items():
+            lengths[request] = lengths.get(request, 0) + len(blocks)
+            peaks[request] = max(peaks.get(request, 0), lengths[request])
+    rows = table(tmp_path / "r.csv")
+    assert {row["id"]: int(row["peak_blocks"]) for row in rows} == {
+        row["id"]: peaks.get(row["id"], 0) for row in rows
+    }
+    assert rows == table(tmp_path / "plain.csv")
 
 
 #: Prompt tokens of the requests of 05_preempt_single.

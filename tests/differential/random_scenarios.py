@@ -6,6 +6,7 @@ answer, also one still being generated or not yet arrived; several arrivals in o
 
 from __future__ import annotations
 
+from collections import Counter
 from random import Random
 from typing import Any
 
@@ -13,7 +14,7 @@ from kvplan.core.content import block_hashes
 from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.extents import Node
+from kvplan.core.extents import Extent, Node, _pieces
 from kvplan.core.request import Request, Segment
 
 LONGEST_RUN = 3000
@@ -95,12 +96,19 @@ def draw_requests(rng: Random, block_size: int) -> list[Request]:
 
 
 def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
+    """As `compare_engines` for a random scenario."""
+    config, requests = draw(Random(seed))
+    return compare_engines(config, requests, publish_at_once=publish_at_once, skip=skip)
+
+
+def compare_engines(
+    config: SchedulerConfig, requests: list[Request], *, publish_at_once: bool, skip: bool
+) -> tuple[int, int]:
     """Run both engines side by side; returns steps and preemptions.
 
     ``publish_at_once`` forces the fast engine's late publishing in every turn (it must be invisible) and compares
     the index with its copies too. ``skip`` lets it take many steps in a turn.
     """
-    config, requests = draw(Random(seed))
     plain, fast, hashes = VllmPlain(config), Vllm(config), Hashes(config.block_size)
     queue = list(reversed(requests))
     now = steps = preemptions = 0
@@ -122,6 +130,8 @@ def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
         step = compare_turn(plain, turn)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
+        if plain.is_livelocked or (step.is_dead and not queue):
+            assert plain.why_stuck() == fast.why_stuck()
         compare_pools(plain, fast, hashes, publish_at_once=publish_at_once)
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
         steps += taken
@@ -204,6 +214,7 @@ def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_on
         for position in reversed(range(extent.low, extent.high))
     ]
     assert [content for content in queue if content is not None] == ours
+    check_pool(fast)
     if publish_at_once:
         copies: dict[bytes, list[int]] = {}
         for node in fast.pool.index.values():
@@ -213,6 +224,38 @@ def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_on
         index = {h: [plain.pool.references[b] for b in blocks] for h, blocks in plain.pool.index.items()}
         assert copies == index
         assert plain.pool.shared == fast.pool.shared
+
+
+def check_pool(fast: Vllm) -> None:
+    """The invariants of `ExtentPool`, and that each node and holding says what is so."""
+    pool = fast.pool
+    idle = list(pool.idle_extents())
+    assert pool.idle == sum(extent.high - extent.low for extent in idle)
+    users: Counter[Extent] = Counter()
+    uncached = 0
+    for member, holding in fast._holdings.items():
+        position = 0
+        for entry, end in holding.table:
+            for extent in _pieces(entry, end):
+                assert extent.low == position < extent.high
+                position = extent.high
+                users[extent] += 1
+            assert position == end
+        assert position == holding.cached
+        uncached += -(-fast._computed(member) // fast.config.block_size) - position
+    parts = [part for node in pool.index.values() for part in node.parts]
+    assert {part for part in parts if not part.users} == set(idle)
+    assert {part: part.users for part in parts if part.users} == users
+    cached = sum(part.high - part.low for part in users)
+    assert pool.free + cached + uncached == fast.config.usable_blocks
+    for key, node in pool.index.items():
+        assert key == node.key
+        assert node.parts
+        positions = [p for part in node.parts for p in range(part.low, part.high)]
+        assert set(positions) == set(range(key[1], node.high))
+        assert node.copies == len(positions) - (node.high - key[1])
+        if not node.copies:
+            assert positions == sorted(positions)
 
 
 def publish_decoded(fast: Vllm) -> None:

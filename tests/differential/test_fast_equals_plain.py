@@ -62,7 +62,10 @@ def test_whole_results_are_equal_to_the_last_digit(workload: str, options: dict[
     assert [document["simulation"].pop("engine_path") for document in documents] == ["plain", "fast"]
     assert documents[0] == documents[1]
     plain, fast = (
-        [(r.admitted, r.first_token, r.finished, r.output_tokens, r.preemptions) for r in records]
+        [
+            (r.admitted, r.first_token, r.finished, r.output_tokens, r.preemptions, r.peak_blocks)
+            for r in records
+        ]
         for records in ended
     )
     assert plain == fast

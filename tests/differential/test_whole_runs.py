@@ -85,6 +85,7 @@ def figures(
             r.hit_tokens,
             r.resumed_hit_tokens,
             r.preemptions,
+            r.peak_blocks,
         )
         for r in sorted(ended, key=lambda r: r.number)
     ]

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
 from kvplan.core.engine_sizing import engine_sizing
 from kvplan.core.kv_cache import (
     Cache,
@@ -20,9 +20,9 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.kv_pool import Pool
 from kvplan.core.model import ModelSpec
-from kvplan.core.weights import Weights
+from kvplan.core.weights import WHOLE_MODEL, Weights
 
-ALL = Stage(0, 1000, is_first=True, is_last=True)
+ALL = WHOLE_MODEL
 FORMS = {
     "vllm": "bfloat16",
     "paged": "bfloat16",
@@ -68,7 +68,6 @@ def pools(draw: st.DrawFn) -> tuple[Pool, ModelSpec, CacheFormat, str]:
         head_dim=32,
         vocab_size=100,
         max_position_embeddings=4096,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(None, "config"),

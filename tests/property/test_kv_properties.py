@@ -35,10 +35,8 @@ from kvplan.core.kv_groups import (
     blocks_per_sequence,
     bytes_per_block,
     form_groups,
-    hash_block_size,
     hybrid_block_size,
     make_pages,
-    scheduler_block_size,
 )
 from kvplan.core.model import ModelSpec
 from kvplan.errors import InputError
@@ -176,9 +174,6 @@ def test_groups_part_the_layers_and_stages_part_the_groups(
         assert sum(group.bytes_per_block(stage) for stage in stages) == group.bytes_per_block()
     assert max(bytes_per_block(groups, GroupRules(), stage) for stage in stages) <= whole
     assert sum(bytes_per_block(groups, GroupRules(), stage) for stage in stages) >= whole
-    for group in groups:
-        assert scheduler_block_size(groups) % group.block_size == 0
-        assert group.block_size % hash_block_size(groups) == 0
 
 
 @given(models(), st.integers(1, 20_000), st.integers(1, 20_000))

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 import kvplan.safe_yaml
-from kvplan.config import list_gpus, list_models, load_gpu, load_model, resource
+from kvplan.config import list_gpus, list_models, load_gpu, load_model
 from kvplan.core.kv_cache import (
     STATES,
     CacheFormat,
@@ -21,7 +21,9 @@ from kvplan.core.kv_cache import (
     LinearAttention,
     SlidingWindow,
 )
-from kvplan.core.model import ModelSpec
+from kvplan.core.model import ModelSpec, PositionScaling
+from kvplan.core.weights import Ranks
+from kvplan.data import resource
 from kvplan.errors import InputError
 from kvplan.hf_config import draft_layers
 
@@ -393,16 +395,24 @@ def test_the_dtype_is_the_one_that_is_served(tmp_path: Path, written: str | None
 @pytest.mark.parametrize(
     ("scaling", "scaled"),
     [
-        (None, False),
-        ({"rope_type": "llama3", "factor": 8.0}, True),
-        ({"type": "yarn", "factor": 4.0}, True),
-        ({"type": "mrope", "mrope_section": [16, 24, 24]}, False),
-        ({"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}}, False),
-        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, True),
+        (None, ()),
+        ({"rope_type": "llama3", "factor": 8.0}, (PositionScaling("llama3", 8.0),)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096},
+            (PositionScaling("yarn", 4.0, 4096),),
+        ),
+        ({"type": "su", "short_factor": [1.0]}, (PositionScaling("longrope"),)),
+        ({"type": "mrope", "mrope_section": [16, 24, 24]}, (PositionScaling("mrope"),)),
+        (
+            {"full_attention": {"rope_type": "default"}, "sliding_attention": {"rope_type": "default"}},
+            (PositionScaling("default"),),
+        ),
+        ({"full_attention": {"rope_type": "linear", "factor": 8.0}}, (PositionScaling("linear", 8.0),)),
+        ({"rope_type": "linear", "factor": None}, (PositionScaling("linear"),)),
     ],
 )
-def test_rope_scaling_is_told_from_its_kind(tmp_path: Path, scaling: object, scaled: bool) -> None:
-    assert load_model(config_file(tmp_path, rope_scaling=scaling)).rope_scaled is scaled
+def test_how_positions_are_stretched_is_read(tmp_path: Path, scaling: object, scaled: object) -> None:
+    assert load_model(config_file(tmp_path, rope_scaling=scaling)).position_scalings == scaled
 
 
 def test_a_null_count_is_not_a_missing_one(tmp_path: Path) -> None:
@@ -543,7 +553,7 @@ def test_files_beside_the_config_give_the_weights(tmp_path: Path) -> None:
     weights = load_model(path).weights
     assert (weights.source, weights.parameters, weights.stored_bytes) == ("safetensors", 1000, 2000)
     assert weights.total_bytes("bfloat16") == 2000
-    assert weights.per_gpu_bytes("bfloat16", 3, 4) == 667
+    assert weights.rank_bytes("bfloat16", Ranks(3, num_kv_heads=4)) == 667
 
 
 def test_a_float32_checkpoint_is_held_in_16_bits(tmp_path: Path) -> None:
@@ -564,7 +574,7 @@ def test_weights_of_an_unknown_format_are_known_from_files_only(tmp_path: Path) 
     weights = load_model(path).weights
     assert (weights.quantization, weights.total_bytes("bfloat16")) == ("magic", None)
     assert weights.why_unknown == 'quantization method "magic" is not known'
-    assert weights.per_gpu_bytes("bfloat16", 2, 4) is None
+    assert weights.rank_bytes("bfloat16", Ranks(2, num_kv_heads=4)) is None
     safetensors(tmp_path / "model.safetensors", 1000, "F8_E4M3")
     weights = load_model(path).weights
     assert weights.total_bytes("bfloat16") == 1000

@@ -16,7 +16,7 @@ from kvplan.config import load_model
 from kvplan.core.architectures import ARCHITECTURES
 from kvplan.core.families import weight_groups
 from kvplan.core.model import ModelSpec
-from kvplan.core.weights import WeightGroup, Weights, parameters_of
+from kvplan.core.weights import Ranks, Stage, WeightGroup, Weights, parameters_of
 from kvplan.errors import InputError
 from kvplan.hf_config import Origin, read_fields
 
@@ -52,13 +52,7 @@ def test_ranks_and_stages_add_up(case: dict[str, Any]) -> None:
     parts = []
     for i in range(layers):
         part = weights.rank_bytes(
-            "bfloat16",
-            tensor_parallel_size=1,
-            num_kv_heads=1,
-            first_layer=i,
-            end_layer=i + 1,
-            is_first=i == 0,
-            is_last=i == layers - 1,
+            "bfloat16", Ranks(1, num_kv_heads=1), Stage(i, i + 1, is_first=i == 0, is_last=i == layers - 1)
         )
         assert part is not None
         parts.append(part)
@@ -66,7 +60,7 @@ def test_ranks_and_stages_add_up(case: dict[str, Any]) -> None:
     every = (layers - 1) * sum(g.elements * (g.element_bytes or 2) for g in groups if g.place == "all")
     assert sum(parts) == whole + ends + every
     for size in (2, 4):
-        rank = weights.rank_bytes("bfloat16", tensor_parallel_size=size, num_kv_heads=2)
+        rank = weights.rank_bytes("bfloat16", Ranks(size, num_kv_heads=2))
         assert rank is not None
         assert whole <= rank * size
         assert rank < whole

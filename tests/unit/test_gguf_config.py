@@ -336,7 +336,7 @@ def test_parameters_and_bytes_of_llama_3_1_8b(tmp_path: Path) -> None:
     stored = (table + 32 * layer) // 32 * 18 + table // 256 * 210 + norms * 4
     assert model.weights.stored_bytes == stored == 4_653_375_744
     assert (model.weights.source, model.weights.quantization) == ("gguf", "gguf")
-    assert model.rope_scaled
+    assert [scaling.kind for scaling in model.position_scalings] == ["llama3"]
 
 
 def test_the_vocabulary_is_counted_from_the_tokens(tmp_path: Path) -> None:

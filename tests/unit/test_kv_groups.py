@@ -25,10 +25,8 @@ from kvplan.core.kv_groups import (
     blocks_per_sequence,
     bytes_per_block,
     form_groups,
-    hash_block_size,
     hybrid_block_size,
     make_pages,
-    scheduler_block_size,
 )
 from kvplan.errors import InputError
 
@@ -59,7 +57,7 @@ def test_layers_alike_are_one_group() -> None:
     assert bytes_per_block(groups, GroupRules()) == 262_144
     assert blocks_per_sequence(groups, Reservation(100, 8192), BF16) == 7
     assert groups_of([]) == ()
-    assert (bytes_per_block((), GroupRules()), scheduler_block_size(()), hash_block_size(())) == (0, 1, 1)
+    assert bytes_per_block((), GroupRules()) == 0
 
 
 def test_whole_caches_of_several_widths_are_one_group_whose_block_is_their_sum() -> None:
@@ -84,7 +82,6 @@ def test_gemma_4_on_one_h200_as_a_report_posted_it() -> None:
     assert per_sequence == 8192 + 5 * 577 == 11_077
     num_blocks = int(64.68 * 2**30) // 2_621_440
     assert int(num_blocks / per_sequence * 262_144) == 626_949
-    assert (scheduler_block_size(groups), hash_block_size(groups)) == (32, 16)
 
 
 def test_layers_are_dealt_in_turn_and_short_groups_are_padded() -> None:
@@ -176,7 +173,6 @@ def test_the_groups_of_deepseek_v4_flash() -> None:
     # cdiv(131072, 256); twice cdiv(127 + 8192, 64) + 1; cdiv(7 + 8192, 4) + 1; cdiv(127 + 8192, 8) + 1
     per_sequence = blocks_per_sequence(groups, Reservation(131_072, 8192), form)
     assert per_sequence == 512 + 2 * 131 + 2051 + 1041
-    assert (scheduler_block_size(groups), hash_block_size(groups)) == (256, 4)
 
 
 def test_without_the_hybrid_manager_all_layers_keep_all_tokens() -> None:

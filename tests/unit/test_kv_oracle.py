@@ -24,10 +24,8 @@ from kvplan.core.kv_groups import (
     blocks_per_sequence,
     bytes_per_block,
     form_groups,
-    hash_block_size,
     hybrid_block_size,
     make_pages,
-    scheduler_block_size,
 )
 from kvplan.hf_config import Origin, spec_from_config
 
@@ -118,5 +116,3 @@ def test_mixed_layers_are_grouped_as_the_planner_does(shape: dict[str, Any]) -> 
         (g["spec"], g["layers"], g["block_size"], g["page_bytes"]) for g in shape["groups"]
     ]
     assert GROUPS["available_bytes"] // bytes_per_block(groups, GroupRules()) == shape["num_blocks"]
-    assert scheduler_block_size(groups) == shape["scheduler_block_size"]
-    assert hash_block_size(groups) == shape["hash_block_size"]

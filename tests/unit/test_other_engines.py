@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
 from kvplan.core.kv_cache import (
     Cache,
     CacheFormat,
@@ -32,12 +32,12 @@ from kvplan.core.pools.llama_cpp import LlamaCppPool, LlamaCppRules, llama_cpp_s
 from kvplan.core.pools.paged import ContiguousPool, ContiguousRules, PagedPool
 from kvplan.core.pools.sglang import SglangPool, SglangRules, num_prefill_graphs, sglang_stages
 from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool, TensorrtLlmRules, tensorrt_llm_stages
-from kvplan.core.weights import Weights
+from kvplan.core.weights import WHOLE_MODEL, Weights
 from kvplan.errors import InputError
 
 MIB = 1 << 20
 GIB = 1 << 30
-ALL = Stage(0, 1000, is_first=True, is_last=True)
+ALL = WHOLE_MODEL
 #: 4 heads x (8 + 8) x 2 bytes = 128 bytes a token.
 FULL = FullAttention(4, 8)
 WINDOW = SlidingWindow(4, 8, 100)
@@ -58,7 +58,6 @@ def spec(*caches: Cache, architecture: str = "LlamaForCausalLM") -> ModelSpec:
         head_dim=8,
         vocab_size=100,
         max_position_embeddings=4096,
-        rope_scaled=False,
         dtype="bfloat16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(1000, "config"),
@@ -255,6 +254,13 @@ def test_sparse_latents_take_the_form_of_the_gpu() -> None:
         form("nvfp4", "10.0")
     with pytest.raises(InputError, match='unknown KV-cache dtype "int8"'):
         form("int8", "10.0")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "tokens"), [(None, 1), ("9.0", 1), ("10.0", 64), ("10.3", 64), ("12.0", 1), ("gfx942", 1)]
+)
+def test_pages_follow_the_generation_and_other_makers_have_none(gpu: str | None, tokens: int) -> None:
+    assert SglangRules().default_block_size([FullAttention(8, 128)], "bfloat16", gpu)[0] == tokens
 
 
 def test_extra_layers_go_to_the_last_stages_in_sglang_and_to_the_first_in_tensorrt_llm() -> None:

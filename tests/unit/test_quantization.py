@@ -10,7 +10,7 @@ import pytest
 from kvplan.config import load_model
 from kvplan.core.name_patterns import Patterns, plain_path
 from kvplan.core.quantization import Quantization, Scheme, from_config, from_name
-from kvplan.core.weights import Weights
+from kvplan.core.weights import Ranks, Weights
 from kvplan.errors import InputError
 
 #: A matrix of 512 outputs and 1024 inputs, of a model in 16 bits.
@@ -213,7 +213,7 @@ def test_expressions_read_only_so_much() -> None:
 
 def held(model: str, form: Quantization | None, **settings: Any) -> int:
     weights = load_model(model).weights._replace(format=form)
-    size = weights.rank_bytes("bfloat16", **{"tensor_parallel_size": 1, "num_kv_heads": 8, **settings})
+    size = weights.rank_bytes("bfloat16", Ranks(**{"num_kv_heads": 8, **settings}))
     assert size is not None
     return size
 
@@ -251,7 +251,7 @@ def test_scales_are_divided_with_their_matrices() -> None:
     weights = load_model("llama-3.1-8b").weights._replace(format=form)
     q = next(g for g in weights.groups if g.name.endswith("q_proj"))
     only = Weights(q.elements, "config", (q,), None, form)
-    rank = only.rank_bytes("bfloat16", tensor_parallel_size=4, num_kv_heads=8)
+    rank = only.rank_bytes("bfloat16", Ranks(4, num_kv_heads=8))
     assert rank == 32 * (1024 * 4096 + 4 * 8 * 32)
 
 
@@ -274,7 +274,7 @@ def test_files_tell_the_total_and_the_format_how_it_is_divided() -> None:
     form = from_config({"quant_method": "fp8"})
     weights = load_model("llama-3.1-8b").weights._replace(format=form, stored_bytes=9_000_000_000)
     assert weights.total_bytes("bfloat16") == 9_000_000_000
-    half = weights.rank_bytes("bfloat16", tensor_parallel_size=2, num_kv_heads=8)
+    half = weights.rank_bytes("bfloat16", Ranks(2, num_kv_heads=8))
     assert half is not None
     assert 4_500_000_000 < half < 4_501_000_000
 
@@ -299,7 +299,7 @@ def test_an_unknown_format_is_known_from_files_only() -> None:
     assert weights.why_unknown == 'quantization method "quark" is not known'
     stored = weights._replace(stored_bytes=1001)
     assert stored.total_bytes("bfloat16") == 1001
-    assert stored.per_gpu_bytes("bfloat16", 2, 8) == 501
+    assert stored.rank_bytes("bfloat16", Ranks(2, num_kv_heads=8)) == 501
 
 
 @pytest.mark.parametrize(
@@ -319,7 +319,7 @@ def test_what_the_engine_printed(
 ) -> None:
     spec = load_model(model)
     weights = spec.weights._replace(format=from_config(form) if form else None)
-    size = weights.rank_bytes("bfloat16", tensor_parallel_size=ranks, num_kv_heads=spec.num_kv_heads)
+    size = weights.rank_bytes("bfloat16", Ranks(ranks, num_kv_heads=spec.num_kv_heads))
     assert size is not None
     # Printed with two digits by newer releases.
     assert abs((size + weights.rotary_bytes("bfloat16")) / (1 << 30) - printed_gib) < 0.006

@@ -18,7 +18,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.model import Mlp, ModelSpec
+from kvplan.core.model import Mlp, ModelSpec, PositionScaling
 from kvplan.errors import InputError
 from kvplan.options import Resolver, ServingOptions, flag, settings_dict
 from kvplan.serving import Served, find_gpu, serve
@@ -418,8 +418,21 @@ def test_cross_attention_reserves_for_the_batch_and_once_for_the_models_own_leng
 
 def test_a_length_beyond_the_models_is_refused() -> None:
     error = refused(max_model_len=4097)
-    assert error.what == "max_model_len 4,097 is beyond the model's maximum of 4,096 tokens"
+    assert error.what == "max_model_len 4,097 is beyond the 4,096 tokens that the engine lets the model have"
     assert served(max_model_len=4096)[0].deployment.max_model_len == 4096
+
+
+def test_a_length_that_starts_short_of_the_models_is_told() -> None:
+    spec = model_with(
+        FullAttention(8, 128),
+        max_position_embeddings=131_072,
+        original_max_position_embeddings=4096,
+        position_scalings=(PositionScaling("longrope"),),
+    )
+    found, _ = served(spec)
+    assert found.deployment.max_model_len == 4096
+    assert "before LongRoPE stretches positions" in found.warnings[0]
+    assert served(spec, max_model_len=100_000)[0].deployment.max_model_len == 100_000
 
 
 def test_without_a_maximum_the_length_must_be_given() -> None:

@@ -63,7 +63,6 @@ def toy(
         head_dim=8,
         vocab_size=100,
         max_position_embeddings=longest,
-        rope_scaled=False,
         dtype="float16",
         layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(parameters, "config"),
@@ -453,7 +452,7 @@ def test_a_gpu_that_is_too_small_for_the_weights_has_no_blocks() -> None:
     assert (found.num_gpu_blocks, found.usable_blocks, found.fits) == (0, 0, False)
     assert found.available_kv_bytes < 0
     assert found.reason == (
-        "weights and overhead need 5,575,139,983 bytes more on a GPU than it gives the engine; nothing is left for KV"
+        "weights and overhead need 5.19 GiB more on a GPU than it gives the engine; nothing is left for KV"
     )
     assert found.fits_confidence == "likely"
 
@@ -473,7 +472,7 @@ def test_a_given_pool_bypasses_the_budget_but_not_the_memory() -> None:
     # 13,476,831,232 of weights and 2048 blocks of 8 MiB.
     assert (
         huge.reason
-        == f"weights and KV need {13_476_831_232 + 16 * GIB:,} bytes on each GPU, which has {24 * GIB:,}"
+        == f"weights and KV need {13_476_831_232 / GIB + 16:.2f} GiB on each GPU, which has 24.00 GiB"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -32,7 +33,7 @@ def planned(given: dict[str, Any], flags: dict[str, Any] | None = None) -> SizeR
 def suggestions(given: dict[str, Any]) -> list[dict[str, Any]]:
     capacity = planned(given).capacity
     assert capacity is not None
-    return [dict(item) for item in capacity.suggestions]
+    return [asdict(item) for item in capacity.suggestions]
 
 
 def named(case: dict[str, Any]) -> str:

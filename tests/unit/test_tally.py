@@ -117,3 +117,30 @@ def test_parts_are_one_set(parts: list[list[int]], percent: int) -> None:
 
 def test_of_nothing_there_is_no_value() -> None:
     assert (Values("d").summary().count, Counts().summary().count) == (0, 0)
+
+
+@pytest.mark.parametrize(("first", "growth"), [(1, 1), (990, 1), (10**6, 37), (10**12, 10**7)])
+def test_rows_beyond_the_limit_fall_into_the_buckets_of_their_values(first: int, growth: int) -> None:
+    alone, together = Counts(limit=2), Counts(limit=2)
+    for kept in (alone, together):
+        for value in (1, 2, 3):
+            kept.add(value)
+        assert not kept.summary().exact  # from here on there are buckets only
+    for start in range(0, 3000, 700):
+        values = range(first + start * growth, first + (start + 650) * growth, growth)
+        together.add_all(values, 3)
+        for value in values:
+            alone.add(value, 3)
+    one, other = alone.summary(), together.summary()
+    assert (one.count, one.total, one.largest) == (other.count, other.total, other.largest)
+    for percent in range(101):
+        assert one.percentile(percent) == other.percentile(percent)
+
+
+def test_as_many_values_as_the_limit_are_exact() -> None:
+    kept = Values("q", limit=3)
+    for value in (1, 2, 3):
+        kept.add(value)
+    assert kept.summary().exact
+    kept.add(4)
+    assert not kept.summary().exact

@@ -589,14 +589,22 @@ def outcome_of(*requests: Request, limit: int = 500, **changes: object) -> tuple
 
 
 def test_a_prompt_that_can_never_fit_is_stuck_and_so_is_everybody_behind_it() -> None:
-    outcome, metrics = outcome_of(ask("a", 5), ask("b", 1, 1), num_gpu_blocks=3)
+    outcome, metrics = outcome_of(ask("a\n", 5), ask("b", 1, 1), num_gpu_blocks=3)
     assert outcome.status == "stuck"
+    assert outcome.reason == (
+        r'request "a\n" can never be admitted: it needs 3 blocks for 5 tokens, the pool has 2 usable'
+    )
     assert metrics.request_counts().unfinished == 2
 
 
 def test_a_sequence_that_outgrows_the_pool_is_stuck() -> None:
     outcome, metrics = outcome_of(ask("a", 4), num_gpu_blocks=3)
     assert outcome.status == "stuck"
+    # 4 + 9 tokens, of which the last is never computed: 12 in blocks of 2.
+    assert outcome.reason == (
+        'request "a" can never finish: it needs 6 blocks for 12 tokens, the pool has 2 usable; it outgrew them '
+        "while alone and had to start over"
+    )
     assert metrics.preemption_events == 1
 
 
@@ -612,8 +620,23 @@ def test_a_sequence_that_starts_over_again_and_again_is_stuck() -> None:
     )
     assert outcome.status == "stuck"
     assert outcome.reason is not None
-    assert "starts over without end" in outcome.reason
+    assert outcome.reason.startswith('request "a" can never finish: it needs 7 blocks for 13 tokens')
     assert metrics.preemption_events >= 1
+
+
+def test_without_chunks_a_prompt_longer_than_a_step_is_stuck() -> None:
+    outcome, _ = outcome_of(
+        ask("a", 9), enable_chunked_prefill=False, max_num_batched_tokens=8, max_num_seqs=8
+    )
+    assert outcome.reason == (
+        'request "a" can never be admitted: without chunked prefill its 9 tokens need one step, which has 8'
+    )
+
+
+def test_a_long_name_is_cut_in_the_reason() -> None:
+    outcome, _ = outcome_of(ask("a" * 1000, 5), num_gpu_blocks=3)
+    assert outcome.reason is not None
+    assert outcome.reason.startswith(f'request "{"a" * 57}..." can never')
 
 
 def test_with_caching_one_that_starts_over_stops_at_its_own_idle_blocks() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from fractions import Fraction
+from typing import Any
 
 import pytest
 
+from kvplan.config import load_model
 from kvplan.core.kv_cache import HEADS, STATES, LatentAttention
 from kvplan.core.vllm_rules import StateMode, VllmRules, vllm_rules
 from kvplan.errors import InputError
@@ -47,18 +50,10 @@ def test_what_is_no_version_is_refused(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "share", "graphs"),
-    [
-        ("0.8.5", 0.9, False),
-        ("0.19", 0.9, False),
-        ("0.20", 0.9, False),
-        ("0.21", 0.92, True),
-        ("0.33", 0.92, True),
-    ],
+    ("version", "share"), [("0.8.5", 0.9), ("0.19", 0.9), ("0.20", 0.9), ("0.21", 0.92), ("0.33", 0.92)]
 )
-def test_utilization_rose_when_graphs_began_to_count(version: str, share: float, graphs: bool) -> None:
+def test_utilization_rose_when_graphs_began_to_count(version: str, share: float) -> None:
     assert rules(version).gpu_memory_utilization == share
-    assert rules(version).subtracts_cuda_graphs is graphs
 
 
 def test_the_null_block_is_left_out_of_the_check_since_0_33() -> None:
@@ -80,9 +75,38 @@ def test_what_the_token_line_says(version: str, line: str) -> None:
     assert rules(version).token_line == line
 
 
-def test_yarn_no_longer_scales_the_length_in_0_33() -> None:
-    assert rules("0.26").scales_yarn
-    assert not rules("0.33").scales_yarn
+@pytest.mark.parametrize(
+    ("version", "fields", "lengths"),
+    [
+        # YaRN multiplies the original length, and since 0.33 leaves the stated one alone.
+        (
+            "0.26",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
+            8192,
+        ),
+        (
+            "0.33",
+            {"rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 2048}},
+            4096,
+        ),
+        ("0.33", {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, 8192),
+        ("0.33", {"rope_scaling": {"rope_type": "dynamic", "factor": None}}, 4096),
+        ("0.33", {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, 4096),
+        ("0.33", {}, 4096),
+    ],
+)
+def test_positions_are_stretched_by_kind_and_version(
+    version: str, fields: dict[str, Any], lengths: int
+) -> None:
+    model = load_model("llama-2-7b", overrides=tuple(f"{k}={json.dumps(v)}" for k, v in fields.items()))
+    assert rules(version).lengths(model) == (lengths, lengths)
+
+
+def test_longrope_starts_at_the_original_length_since_0_19() -> None:
+    given = ("original_max_position_embeddings=4096", 'rope_scaling={"type": "longrope"}')
+    model = load_model("llama-3.1-8b", overrides=given)
+    assert rules("0.11").lengths(model) == (131072, 131072)
+    assert rules("0.19").lengths(model) == (4096, 131072)
 
 
 # Batches
@@ -155,6 +179,11 @@ def test_asynchronous_scheduling_by_way_of_drafting(version: str, method: str | 
 @pytest.mark.parametrize(
     ("version", "architecture", "method", "states", "experts", "second"),
     [
+        ("0.19", "Qwen3ForCausalLM", None, False, False, False),
+        ("0.24", "Qwen3ForCausalLM", None, False, False, True),
+        ("0.24", "Qwen2ForCausalLM", None, False, False, False),
+        ("0.26", "MixtralForCausalLM", None, False, True, False),
+        ("0.28", "MixtralForCausalLM", None, False, True, True),
         ("0.26", "LlamaForCausalLM", None, False, False, True),
         ("0.26", "LlamaForCausalLM", "eagle3", False, False, True),
         ("0.26", "LlamaForCausalLM", "ngram", False, False, False),

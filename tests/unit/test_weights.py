@@ -10,7 +10,7 @@ import pytest
 from kvplan.config import list_models, load_model
 from kvplan.core.families import weight_groups
 from kvplan.core.model import ModelSpec
-from kvplan.core.weights import Ranks, WeightGroup, Weights, parameters_of
+from kvplan.core.weights import Ranks, Stage, WeightGroup, Weights, parameters_of
 
 COUNTS = Path(__file__).resolve().parents[1] / "data" / "parameter_counts.csv"
 
@@ -51,6 +51,7 @@ def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> N
         "internlm/internlm-20b",
         "internlm/internlm2-20b",
         "meta-llama/Llama-3.2-11B-Vision-Instruct",
+        "mistralai/Mistral-Small-24B-Instruct-2501",
         "mistralai/Mamba-Codestral-7B-v0.1",
         "moonshotai/Kimi-Linear-48B-A3B-Instruct",
         "nvidia/Nemotron-H-8B-Base-8K",
@@ -58,6 +59,7 @@ def test_the_table_covers_every_model_that_is_counted_and_has_a_reference() -> N
         "tiiuae/Falcon-H1-34B-Instruct",
         "zai-org/GLM-4.5",
         "zai-org/GLM-5.2",
+        "zai-org/glm-4-9b-chat",
     }
     in_catalogue = {m.hf_id for m in list_models() if m.weights.source == "config" and m.weights.parameters}
     assert in_catalogue - {hf_id for hf_id, _ in counted()} == without_reference
@@ -164,10 +166,12 @@ def test_bytes_of_one_rank_by_hand() -> None:
     # Llama-3.1-8B on 2 ranks: tables, matrices and KV projections halve, norms do not.
     model = load_model("llama-3.1-8b")
     halved = (8_030_261_248 - 266_240) // 2
-    assert model.weights.per_gpu_bytes("bfloat16", 2, 8) == 2 * (halved + 266_240)
+    assert model.weights.rank_bytes("bfloat16", Ranks(2, num_kv_heads=8)) == 2 * (halved + 266_240)
     # On 16 ranks each of the 8 KV heads is held twice, so a rank has 1 / 8 of the KV projections.
     rest = 8_030_261_248 - 266_240 - 268_435_456
-    assert model.weights.per_gpu_bytes("bfloat16", 16, 8) == 2 * (rest // 16 + 268_435_456 // 8 + 266_240)
+    assert model.weights.rank_bytes("bfloat16", Ranks(16, num_kv_heads=8)) == 2 * (
+        rest // 16 + 268_435_456 // 8 + 266_240
+    )
 
 
 def test_a_vocabulary_is_padded_before_it_is_divided() -> None:
@@ -193,15 +197,11 @@ def test_experts_are_divided_among_tensor_and_data_parallel_ranks() -> None:
     weights = load_model("qwen3-30b-a3b").weights
     routed = 48 * 128 * 3 * 2048 * 768
     assert experts(weights) == routed
-    shared = weights.rank_bytes("bfloat16", tensor_parallel_size=2, num_kv_heads=4)
+    shared = weights.rank_bytes("bfloat16", Ranks(2, num_kv_heads=4))
     assert shared is not None
     for expert_parallel in (False, True):
         held = weights.rank_bytes(
-            "bfloat16",
-            tensor_parallel_size=2,
-            data_parallel_size=4,
-            enable_expert_parallel=expert_parallel,
-            num_kv_heads=4,
+            "bfloat16", Ranks(2, 4, enable_expert_parallel=expert_parallel, num_kv_heads=4)
         )
         # Without data parallelism a rank has half of the experts.
         assert held == shared - 2 * (routed // 2 - routed // 8)
@@ -211,13 +211,7 @@ def test_the_rank_with_most_experts_counts() -> None:
     # 128 experts on 3 ranks: 43, 43 and 42 whole ones.
     weights = load_model("qwen3-30b-a3b").weights
     one, three = (
-        weights.rank_bytes(
-            "bfloat16",
-            tensor_parallel_size=1,
-            data_parallel_size=size,
-            enable_expert_parallel=True,
-            num_kv_heads=4,
-        )
+        weights.rank_bytes("bfloat16", Ranks(1, size, enable_expert_parallel=True, num_kv_heads=4))
         for size in (1, 3)
     )
     assert one is not None
@@ -230,12 +224,8 @@ def stages(model: ModelSpec, *layers: int) -> list[int]:
     for i, number in enumerate(layers):
         size = model.weights.rank_bytes(
             "bfloat16",
-            tensor_parallel_size=1,
-            num_kv_heads=model.num_kv_heads,
-            first_layer=first,
-            end_layer=first + number,
-            is_first=i == 0,
-            is_last=i == len(layers) - 1,
+            Ranks(1, num_kv_heads=model.num_kv_heads),
+            Stage(first, first + number, is_first=i == 0, is_last=i == len(layers) - 1),
         )
         assert size is not None
         sizes.append(size)

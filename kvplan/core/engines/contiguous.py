@@ -129,13 +129,18 @@ class Contiguous:
         """Never: whoever runs finishes."""
         return False
 
-    def live(self) -> Iterator[tuple[str, int]]:
-        """Id and tokens so far, prompt included, of every request that is not done."""
+    def why_stuck(self) -> str:
+        """Nothing can be: see `refusal`."""
+        return "whoever runs finishes, and who can never be admitted is turned away"
+
+    def live(self) -> Iterator[tuple[str, int, int]]:
+        """Of every request that is not done: its id, its tokens so far with the prompt, and those that have KV."""
         for member in (*self.running, *self.waiting):
             if member.decoding:
-                yield member.id, member.base + self.cohort.step + 1
+                computed = member.base + self.cohort.step
+                yield member.id, computed + 1, computed
             elif member.num_tokens < member.max_tokens:
-                yield member.id, member.num_tokens
+                yield member.id, member.num_tokens, 0
 
     # Arrival
 
@@ -297,8 +302,8 @@ class Contiguous:
                 self.cohort.leave(member)
             self._final_tokens -= member.final_tokens
         if self._is_static:
-            done = list(self.running) if self._is_closed and not self.cohort.size else []
-            self._is_closed = self._is_closed and not done
+            done = list(self.running) if not self.cohort.size else []
+            self._is_closed = self.cohort.size > 0 and self._is_closed
         for member in done:
             del self.running[member]
             self.memory.release(self._starts.pop(member))

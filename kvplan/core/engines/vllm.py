@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run, content_runs
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn, why_stuck
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -58,11 +58,14 @@ class Vllm:
         live = len(self.running) + len(self.waiting)
         return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
 
-    def live(self) -> Iterator[tuple[str, int]]:
-        """Id and tokens so far, prompt included, of every live request."""
+    def why_stuck(self) -> str:
+        """As `VllmPlain.why_stuck`."""
+        return why_stuck(self.config, self.running, self.waiting, self._outgrown)
+
+    def live(self) -> Iterator[tuple[str, int, int]]:
+        """As `VllmPlain.live`."""
         for member in (*self.running, *self.waiting):
-            decoded = member.base + self.cohort.step + 1
-            yield member.id, decoded if member.decoding else member.num_tokens
+            yield member.id, self._num_tokens(member), max(member.high_water, self._computed(member))
 
     # Arrival
 
@@ -90,23 +93,21 @@ class Vllm:
 
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if nothing but decodes can be in it, else None."""
-        if self.prefilling or (self.waiting and not self._head_is_blocked) or not self.cohort.size:
-            return None
-        return self.cohort.size, self.cohort.context
+        return (self.cohort.size, self.cohort.context) if self._only_decodes else None
+
+    @property
+    def _only_decodes(self) -> bool:
+        return not self.prefilling and (not self.waiting or self._head_is_blocked) and self.cohort.size > 0
 
     def turn(self, max_steps: int = 1) -> Turn[Member] | DecodeRun[Member]:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
-        if self.decode_shape() is not None:
-            steps = self._steps_alike(max_steps)
+        if self._only_decodes:
+            # Until somebody finishes or blocks run short.
+            steps = min(max_steps, self.cohort.first_finish - self.cohort.step + 1)
+            steps = self.cohort.steps_within(self.pool.free, steps)
             if steps:
                 return self._decode(steps)
         return self._step()
-
-    def _steps_alike(self, max_steps: int) -> int:
-        """Steps until somebody finishes or blocks run short; 0 if the next step needs the literal rules."""
-        cohort = self.cohort
-        steps = min(max_steps, cohort.first_finish - cohort.step + 1)
-        return cohort.steps_within(self.pool.free, steps)
 
     def _decode(self, steps: int) -> DecodeRun[Member]:
         """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
@@ -325,10 +326,12 @@ class Vllm:
         room = pool.free - idle
         if self.running:
             room -= self._watermark_blocks
-        need = self._blocks_for(hit_tokens + tokens) - hit_blocks
-        if need > room:
-            return False
-        if config.scheduler_reserve_full_isl and self._blocks_for(member.num_tokens) - hit_blocks > room:
+        end = hit_tokens + tokens
+        need = self._blocks_for(end) - hit_blocks
+        need_all = need
+        if config.scheduler_reserve_full_isl and end < member.num_tokens:
+            need_all = self._blocks_for(member.num_tokens) - hit_blocks
+        if need_all > room:
             return False
         if hit:
             pool.adopt(self._holdings[member], hit)
@@ -354,7 +357,7 @@ class Vllm:
         """Bring up to date what a decoder of so many computed tokens holds."""
         holding.blocks = self._blocks_for(tokens)
         if self.config.enable_prefix_caching:
-            self.pool.publish(holding, tokens // self.config.block_size, _ignore)
+            self.pool.publish(holding, tokens // self.config.block_size)
 
     def _publish_grower(self, run: Run) -> None:
         """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""
@@ -363,7 +366,7 @@ class Vllm:
             return
         # Whoever stands before the looker took its turn in this step.
         tokens = grower.base + self.cohort.step + (grower.serial < self._seen_serial)
-        self.pool.publish(self._holdings[grower], tokens // self.config.block_size, _ignore)
+        self.pool.publish(self._holdings[grower], tokens // self.config.block_size)
         self._head_is_blocked = False
 
     # After scheduling
@@ -454,7 +457,3 @@ def _serial(member: Member) -> int:
 
 def _output_stream(member: Member) -> str:
     return f"o:{member.id}"
-
-
-def _ignore(_run: Run) -> None:
-    """For publishing what a decoder filled: nobody else grows its runs."""

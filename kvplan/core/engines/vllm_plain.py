@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.content import BlockHash, block_hashes
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Sequence, Turn
+from kvplan.core.engine import RESTARTS_TO_GIVE_UP, Preemption, SchedulerConfig, Sequence, Turn, why_stuck
 from kvplan.core.request import Request
 
 
@@ -177,13 +177,17 @@ class VllmPlain:
         live = len(self.running) + len(self.waiting)
         return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
 
+    def why_stuck(self) -> str:
+        """Who cannot go on, what it needs and what there is; for a run in which nothing can move any more."""
+        return why_stuck(self.config, self.running, self.waiting, self._outgrown)
+
     def decode_shape(self) -> tuple[int, int] | None:
         """None: this engine takes one step a turn and needs no forecast of its time."""
         return None
 
-    def live(self) -> Iterator[tuple[str, int]]:
-        """Id and tokens so far, prompt included, of every live request."""
-        return ((sequence.id, sequence.num_tokens) for sequence in (*self.running, *self.waiting))
+    def live(self) -> Iterator[tuple[str, int, int]]:
+        """Of every live request: id, tokens so far, prompt included, and the most of them that ever had KV."""
+        return ((s.id, s.num_tokens, s.high_water) for s in (*self.running, *self.waiting))
 
     # Arrival
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage, stages_of
+from kvplan.core.deployment import Deployment, check_stages, stages_of
+from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
     GGML_TYPES,
@@ -29,7 +30,8 @@ from kvplan.core.kv_cache import (
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
-from kvplan.errors import InputError, unknown_name
+from kvplan.core.weights import Stage
+from kvplan.errors import unknown_name
 
 _MIB = 1 << 20
 _GIB = 1 << 30
@@ -37,67 +39,38 @@ _GIB = 1 << 30
 _PADDING = 256
 #: More blocks than any context has.
 _MOST_BLOCKS = 1 << 40
+#: A context may be longer than the model was trained on.
+_ANY_LENGTH = 1 << 40
 
 
-class LlamaCppRules:
+class LlamaCppRules(CommonRules):
     """Defaults of llama-server."""
 
     name = "llama.cpp"
-    version = ""
-    batch_holds_sequences = False
+    gpu_memory_utilization = 1.0
     #: ``--split-mode layer``: GPUs share out the layers.
     spreads_layers = True
-    latent_row_multiple = 1
-    missing_settings = frozenset(
-        {
-            "tensor_parallel_size",
-            "data_parallel_size",
-            "decode_context_parallel_size",
-            "enable_expert_parallel",
-            "mamba_cache_dtype",
-            "mamba_ssm_cache_dtype",
-            "enable_prefix_caching",
-            "async_scheduling",
-            "block_size",
-            "gpu_memory_utilization",
-            "num_gpu_blocks_override",
-            "enforce_eager",
-            "num_speculative_tokens",
-            "speculative_method",
-            "speculative_model",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-        }
-    )
+    missing_settings = CommonRules.missing_settings | {
+        "tensor_parallel_size",
+        "data_parallel_size",
+        "enable_expert_parallel",
+        "mamba_ssm_cache_dtype",
+        "enable_prefix_caching",
+        "async_scheduling",
+        "block_size",
+        "gpu_memory_utilization",
+        "num_gpu_blocks_override",
+        "enforce_eager",
+    }
+
+    def lengths(self, spec: ModelSpec) -> tuple[int, int] | None:
+        """What the model was trained on; more is let through (llama-context.cpp warns)."""
+        longest = spec.max_position_embeddings
+        return None if longest is None else (longest, _ANY_LENGTH)
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(--ubatch-size, --parallel)``."""
         return 512, 4
-
-    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
-        """The batch does not follow the sequences."""
-        return batch
-
-    def async_scheduling(self, method: str | None) -> bool:
-        """Steps do not overlap in a way that memory depends on."""
-        return False
-
-    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
-        """The encoder's own longest input."""
-        return encoder_length or max_num_batched_tokens
-
-    def memory_share(
-        self,
-        *,
-        memory_bytes: int | None,
-        ranks: int,
-        max_num_batched_tokens: int,
-        enforce_eager: bool,
-        caches: Sequence[Cache],
-    ) -> float:
-        """All of it."""
-        return 1.0
 
     def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
         """A slot keeps its last prompt, but no memory is made for it."""
@@ -156,7 +129,7 @@ class LlamaCppPool:
             whole=(FullAttention, LatentAttention, SparseIndexer, *all_cells),
             windows=(SlidingWindow, ChunkedLocal),
         )
-        self._window = max((_window_of(item.cache) for item in self._layers.windows), default=0)
+        self._window = self._layers.window
         #: Contexts of their own: one for all slots, or one for each.
         self._streams = deployment.max_num_seqs if deployment.is_max_num_seqs_given else 1
 
@@ -236,25 +209,13 @@ class LlamaCppPool:
         return num_blocks * _PADDING, num_blocks / max(1, self.blocks(max_model_len))
 
 
-def _window_of(cache: Cache) -> int:
-    if isinstance(cache, ChunkedLocal):
-        return cache.chunk
-    assert isinstance(cache, SlidingWindow), "the pool keeps no other layers so"
-    return cache.window
-
-
 def _pad(cells: int) -> int:
     return -(-cells // _PADDING) * _PADDING
 
 
 def llama_cpp_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
     """Layers and the output shared out by equal GPUs (llama-model.cpp ``get_layer_buft_list``)."""
-    if stages > num_layers:
-        raise InputError(
-            f"{num_layers} layers cannot be shared out among {stages} GPUs",
-            where="--pipeline-parallel-size",
-            hint=f"use at most {num_layers}",
-        )
+    check_stages(num_layers, stages, called="GPUs")
     places = [layer * stages // (num_layers + 1) for layer in range(num_layers)]
     return stages_of([places.count(i) for i in range(stages)])
 

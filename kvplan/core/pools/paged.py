@@ -11,7 +11,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage
+from kvplan.core.deployment import Deployment
+from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group
 from kvplan.core.kv_cache import (
     KV_DTYPE_BYTES,
@@ -24,73 +25,32 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
-from kvplan.core.overhead import Overhead, estimate_overhead
+from kvplan.core.weights import Stage
 from kvplan.errors import unknown_name
 
-#: The version whose profile run is taken for the paper's engine: the oldest whose overhead is known.
-_OVERHEAD_VERSION = "0.7"
+#: The vLLM whose overhead is taken for that of the paper's engine: the oldest for which it is known.
+OVERHEAD_VERSION = "0.7"
 
 
-class PagedRules:
+class PagedRules(CommonRules):
     """Defaults of the paper's engine (vLLM 0.1: blocks of 16, a utilization of 0.9, 2,560 tokens, 256 sequences)."""
 
     name = "paged"
-    version = ""
     batch_holds_sequences = True
-    spreads_layers = False
-    latent_row_multiple = 1
-    missing_settings = frozenset(
-        {
-            "decode_context_parallel_size",
-            "enable_expert_parallel",
-            "mamba_cache_dtype",
-            "mamba_ssm_cache_dtype",
-            "disable_hybrid_kv_cache_manager",
-            "async_scheduling",
-            "num_speculative_tokens",
-            "speculative_method",
-            "speculative_model",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-        }
-    )
+    missing_settings = CommonRules.missing_settings | {
+        "enable_expert_parallel",
+        "mamba_ssm_cache_dtype",
+        "disable_hybrid_kv_cache_manager",
+        "async_scheduling",
+    }
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_batched_tokens, max_num_seqs)``."""
         return 2560, 256
 
-    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
-        """The batch does not follow the sequences."""
-        return batch
-
-    def async_scheduling(self, method: str | None) -> bool:
-        """Steps do not overlap in a way that memory depends on."""
-        return False
-
-    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
-        """The encoder's own longest input."""
-        return encoder_length or max_num_batched_tokens
-
-    def memory_share(
-        self,
-        *,
-        memory_bytes: int | None,
-        ranks: int,
-        max_num_batched_tokens: int,
-        enforce_eager: bool,
-        caches: Sequence[Cache],
-    ) -> float:
-        """The share of the memory that the engine may use."""
-        return 0.9
-
     def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
         """Shared prefixes are part of the paper (section 4.4)."""
         return not has_states
-
-    def state_dtypes(self, caches: Sequence[Cache]) -> tuple[str | None, str | None]:
-        """The model's own wish, or its dtype."""
-        return None, None
 
     def kv_form(
         self,
@@ -190,21 +150,6 @@ class PagedPool:
     def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
         """Blocks x block size, and how many of the longest sequence they hold."""
         return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
-
-
-def paged_overhead(spec: ModelSpec, deployment: Deployment, compute_capability: str | None) -> Overhead:
-    """Memory beside weights and KV: that of an old vLLM, whose pool was the paper's."""
-    return estimate_overhead(
-        spec,
-        version=_OVERHEAD_VERSION,
-        max_num_batched_tokens=deployment.max_num_batched_tokens,
-        max_num_seqs=deployment.max_num_seqs,
-        dtype=deployment.dtype,
-        tensor_parallel_size=deployment.tensor_parallel_size,
-        pipeline_parallel_size=deployment.pipeline_parallel_size,
-        enforce_eager=deployment.enforce_eager,
-        compute_capability=compute_capability,
-    )
 
 
 class ContiguousRules(PagedRules):

@@ -15,7 +15,9 @@ import math
 from collections.abc import Sequence
 from fractions import Fraction
 
-from kvplan.core.deployment import Deployment, Stage, stages_of
+from kvplan.core.deployment import Deployment, even_stages
+from kvplan.core.engine_rules import CommonRules
+from kvplan.core.gpu import generation
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
     Cache,
@@ -29,6 +31,7 @@ from kvplan.core.kv_cache import (
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError, unknown_name
 
 _MIB = 1 << 20
@@ -78,27 +81,13 @@ _FORMS = {
 }
 
 
-class SglangRules:
+class SglangRules(CommonRules):
     """Defaults of SGLang 0.5.23."""
 
     name = "sglang"
-    version = ""
-    batch_holds_sequences = False
-    spreads_layers = False
-    latent_row_multiple = 1
-    missing_settings = frozenset(
-        {
-            "decode_context_parallel_size",
-            "mamba_cache_dtype",
-            "num_gpu_blocks_override",
-            "num_speculative_tokens",
-            "speculative_method",
-            "speculative_model",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-        }
-    )
+    missing_settings = CommonRules.missing_settings | {
+        "num_gpu_blocks_override",
+    }
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(chunked_prefill_size, max_running_requests)`` (arg_groups/memory_hook.py), by the GPU's memory."""
@@ -110,17 +99,9 @@ class SglangRules:
                 chunk = size
         return chunk, _RUNNING
 
-    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
-        """The batch does not follow the sequences."""
-        return batch
-
     def async_scheduling(self, method: str | None) -> bool:
         """Steps overlap unless that is switched off."""
         return True
-
-    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
-        """The encoder's own longest input."""
-        return encoder_length or max_num_batched_tokens
 
     def memory_share(
         self,
@@ -170,7 +151,7 @@ class SglangRules:
         caches = [item.cache for item in spec.layers]
         latent = any(isinstance(cache, LatentAttention) for cache in caches)
         sparse = any(isinstance(cache, SparseIndexer) for cache in caches)
-        blackwell = _generation(compute_capability) >= 10
+        blackwell = generation(compute_capability) >= 10
         if asked == "auto":
             form, why = dtype, "as dtype"
             if sparse:
@@ -199,7 +180,7 @@ class SglangRules:
         """``page_size``: 1, or 64 where the kernels want pages (sparse latents, TensorRT-LLM's on Blackwell)."""
         if any(isinstance(cache, SparseIndexer) for cache in caches):
             return 64, "sparse latents"
-        return (64, "this GPU") if _generation(compute_capability) == 10 else (1, "")
+        return (64, "this GPU") if generation(compute_capability) == 10 else (1, "")
 
 
 def num_prefill_graphs(largest: int) -> int:
@@ -225,10 +206,6 @@ def _largest_decode_graph(memory_mib: int, ranks: int) -> int:
         if memory_mib < below_gib * 1024:
             return few if ranks < 4 else many
     return 512
-
-
-def _generation(compute_capability: str | None) -> int:
-    return int((compute_capability or "9.0").split(".", 1)[0])
 
 
 class SglangPool:
@@ -259,7 +236,7 @@ class SglangPool:
         )
         self.block_size = deployment.block_size
         self._num_layers = spec.num_layers
-        self._window = max((_window_of(item.cache) for item in self._layers.windows), default=0)
+        self._window = self._layers.window
         # Where there are only windows, their rows are the unit.
         self._window_ratio = _WINDOW_RATIO if self._layers.whole else Fraction(1)
 
@@ -364,23 +341,9 @@ class SglangPool:
         return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
 
 
-def _window_of(cache: Cache) -> int:
-    if isinstance(cache, ChunkedLocal):
-        return cache.chunk
-    assert isinstance(cache, SlidingWindow), "the pool keeps no other layers so"
-    return cache.window
-
-
 def sglang_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
     """Layers shared out evenly; the last stages have one more (srt/distributed/utils.py ``get_pp_indices``)."""
-    if stages > num_layers:
-        raise InputError(
-            f"{num_layers} layers cannot be shared out among {stages} stages",
-            where="--pipeline-parallel-size",
-            hint=f"use at most {num_layers}",
-        )
-    base, rest = divmod(num_layers, stages)
-    return stages_of([base + (i >= stages - rest) for i in range(stages)])
+    return even_stages(num_layers, stages, longer=range(stages - 1, -1, -1))
 
 
 def sglang_overhead(spec: ModelSpec, deployment: Deployment) -> Overhead:

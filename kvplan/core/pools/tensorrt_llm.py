@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvplan.core.deployment import Deployment, Stage, stages_of
+from kvplan.core.deployment import Deployment, even_stages
+from kvplan.core.engine_rules import CommonRules
 from kvplan.core.kept_layers import as_group, keep_layers, row_bytes
 from kvplan.core.kv_cache import (
     Cache,
@@ -26,72 +27,33 @@ from kvplan.core.kv_cache import (
 from kvplan.core.kv_pool import Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
+from kvplan.core.weights import Stage
 from kvplan.errors import InputError, unknown_name
 
 _GIB = 1 << 30
 _FORMS = ("fp8", "nvfp4", "int8", "float16", "bfloat16", "float32")
 
 
-class TensorrtLlmRules:
+class TensorrtLlmRules(CommonRules):
     """Defaults of the LLM API (llmapi/llm_args.py ``KvCacheConfig``, ``BaseLlmArgs``)."""
 
     name = "tensorrt-llm"
-    version = ""
-    batch_holds_sequences = False
-    spreads_layers = False
-    latent_row_multiple = 1
-    missing_settings = frozenset(
-        {
-            "decode_context_parallel_size",
-            "mamba_cache_dtype",
-            "mamba_ssm_cache_dtype",
-            "disable_hybrid_kv_cache_manager",
-            "async_scheduling",
-            "num_gpu_blocks_override",
-            "num_speculative_tokens",
-            "speculative_method",
-            "speculative_model",
-            "enable_lora",
-            "max_loras",
-            "max_lora_rank",
-        }
-    )
+    #: ``free_gpu_memory_fraction``: of what is free once weights are loaded.
+    gpu_memory_utilization = 0.9
+    missing_settings = CommonRules.missing_settings | {
+        "mamba_ssm_cache_dtype",
+        "disable_hybrid_kv_cache_manager",
+        "async_scheduling",
+        "num_gpu_blocks_override",
+    }
 
     def batch_limits(self, memory_bytes: int | None, gpu_name: str) -> tuple[int, int]:
         """``(max_num_tokens, max_batch_size)``."""
         return 8192, 2048
 
-    def fitted_batch(self, batch: int, seqs: int, max_model_len: int, *, chunked_prefill: bool) -> int:
-        """The batch does not follow the sequences."""
-        return batch
-
-    def async_scheduling(self, method: str | None) -> bool:
-        """Steps do not overlap in a way that memory depends on."""
-        return False
-
-    def encoder_tokens(self, max_num_batched_tokens: int, encoder_length: int | None) -> int:
-        """The encoder's own longest input."""
-        return encoder_length or max_num_batched_tokens
-
-    def memory_share(
-        self,
-        *,
-        memory_bytes: int | None,
-        ranks: int,
-        max_num_batched_tokens: int,
-        enforce_eager: bool,
-        caches: Sequence[Cache],
-    ) -> float:
-        """``free_gpu_memory_fraction``: of what is free once weights are loaded."""
-        return 0.9
-
     def prefix_caching(self, *, has_states: bool, has_attention: bool) -> bool:
         """``enable_block_reuse`` is on."""
         return True
-
-    def state_dtypes(self, caches: Sequence[Cache]) -> tuple[str | None, str | None]:
-        """Unknown; models with states are refused."""
-        return None, None
 
     def kv_form(
         self,
@@ -192,14 +154,7 @@ class TensorrtLlmPool:
 
 def tensorrt_llm_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
     """Layers shared out evenly; the first stages have one more (mapping.py ``pp_layers``)."""
-    if stages > num_layers:
-        raise InputError(
-            f"{num_layers} layers cannot be shared out among {stages} stages",
-            where="--pipeline-parallel-size",
-            hint=f"use at most {num_layers}",
-        )
-    base, rest = divmod(num_layers, stages)
-    return stages_of([base + (i < rest) for i in range(stages)])
+    return even_stages(num_layers, stages, longer=range(stages))
 
 
 def tensorrt_llm_overhead(spec: ModelSpec, deployment: Deployment) -> Overhead:
