@@ -2,12 +2,12 @@
 
 They differ in two functions: what a sequence reserves, and when one may join.
 
-=============  ===================================================  ==================================
-``static``     the longest sequence that is served                  when the batch before it has ended
-``orca-max``   the longest sequence that is served                  at every step
-``orca-pow2``  prompt and the next power of two of the output       at every step
-``orca-oracle``  prompt and output, which it knows                  at every step
-=============  ===================================================  ==================================
+===============  ==============================================  ==================================
+``static``       the longest sequence that is served             when the batch before it has ended
+``orca-max``     the longest sequence that is served             at every step
+``orca-pow2``    prompt and the next power of two of the output  at every step
+``orca-oracle``  prompt and output, which it knows               at every step
+===============  ==============================================  ==================================
 
 Sources: Yu et al. 2022 (Orca: scheduling by iteration, slots reserved for the whole sequence), Kwon et al. 2023,
 section 6.1 (the three reservations, placed by a buddy allocator). No code of Orca is public: these engines follow the
