@@ -86,7 +86,7 @@ def compare(
     **options: Any,
 ) -> None:
     """One trace through several engines or settings, side by side. Flags of simulate hold for all runs."""
-    from kvplan.jobs.compare import combinations, compare_with, parse_case, parse_vary
+    from kvplan.jobs.compare import combinations, compare_with, listed, parse_case, parse_vary
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
 
@@ -101,7 +101,7 @@ def compare(
         check_output_paths({"--picture": picture}, sources=[trace])
     varied: dict[str, list[object]] = {}
     if engines is not None:
-        varied["engine"] = [name.strip() for name in engines.split(",")]
+        varied["engine"] = [*listed(engines, "--engines")]
     for text in vary or ():
         name, values = parse_vary(text)
         if name in varied:
