@@ -89,7 +89,7 @@ def compare(
     **options: Any,
 ) -> None:
     """One trace through several engines or settings, side by side. Flags of simulate hold for all runs."""
-    from kvplan.jobs.compare import combinations, compare_with, parse_case, parse_vary
+    from kvplan.jobs.compare import combinations, compare_with, listed, parse_case, parse_vary
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
 
@@ -100,7 +100,7 @@ def compare(
         check_output_paths({"--picture": picture}, sources=[trace])
     varied: dict[str, list[object]] = {}
     if engines is not None:
-        varied["engine"] = [name.strip() for name in engines.split(",")]
+        varied["engine"] = [*listed(engines, "--engines")]
     for text in vary or ():
         name, values = parse_vary(text)
         if name in varied:
@@ -143,7 +143,7 @@ def _draw(path: str, result: CompareResult) -> None:
     from kvplan.plots import draw_comparison
 
     with whole_path(path) as temporary:
-        draw_comparison(temporary, _bars(result), ", ".join(name.replace("_", "-") for name in result.varied))
+        draw_comparison(temporary, _bars(result), ", ".join(flag(name)[2:] for name in result.varied))
 
 
 def _bars(result: CompareResult) -> list[Bar]:

@@ -189,7 +189,15 @@ def combinations(vary: Mapping[str, Sequence[object]], cases: Iterable[Changes])
 def parse_vary(text: str) -> tuple[str, list[object]]:
     """``FLAG=v1,v2``: an option and its values. Raises `InputError`."""
     name, values = _assignment(text, "--vary")
-    return name, [_value(name, value) for value in values.split(",")]
+    return name, [_value(name, value) for value in listed(values, "--vary")]
+
+
+def listed(text: str, where: str) -> list[str]:
+    """The parts of a list with commas; raises `InputError` if one is empty."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(parts):
+        raise InputError(f'"{text}" holds an empty value', where=where, hint="write VALUE or VALUE,VALUE")
+    return parts
 
 
 def parse_case(text: str) -> dict[str, object]:

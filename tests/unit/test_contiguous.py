@@ -117,6 +117,12 @@ def test_a_static_batch_forms_from_those_who_wait_over_several_steps_if_prompts_
     assert finish_ticks(records) == {"r0": 10, "r1": 11, "r2": 12}
 
 
+def test_a_static_batch_that_is_done_while_it_forms_makes_room_for_the_next() -> None:
+    # The second prompt has no room in the first step, nor its reservation beside the first.
+    records, _ = replay(config(13, 13), "static", [request("a", 2, 1), request("b", 12, 1)])
+    assert finish_ticks(records) == {"a": 1, "b": 2}
+
+
 @pytest.mark.parametrize(
     ("reservation", "slots"), [("static", 64), ("orca-max", 64), ("orca-pow2", 42), ("orca-oracle", 35)]
 )

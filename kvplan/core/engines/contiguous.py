@@ -2,12 +2,12 @@
 
 They differ in two functions: what a sequence reserves, and when one may join.
 
-=============  ===================================================  ==================================
-``static``     the longest sequence that is served                  when the batch before it has ended
-``orca-max``   the longest sequence that is served                  at every step
-``orca-pow2``  prompt and the next power of two of the output       at every step
-``orca-oracle``  prompt and output, which it knows                  at every step
-=============  ===================================================  ==================================
+===============  ==============================================  ==================================
+``static``       the longest sequence that is served             when the batch before it has ended
+``orca-max``     the longest sequence that is served             at every step
+``orca-pow2``    prompt and the next power of two of the output  at every step
+``orca-oracle``  prompt and output, which it knows               at every step
+===============  ==============================================  ==================================
 
 Sources: Yu et al. 2022 (Orca: scheduling by iteration, slots reserved for the whole sequence), Kwon et al. 2023,
 section 6.1 (the three reservations, placed by a buddy allocator). No code of Orca is public: these engines follow the
@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, get_args
 
 from kvplan.core.buddy import BuddyAllocator, piece_size
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn, why_stuck
+from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
 
@@ -137,8 +137,8 @@ class Contiguous:
         return False
 
     def why_stuck(self) -> str:
-        """Who cannot go on, what it needs and what there is."""
-        return why_stuck(self.config, self.running, self.waiting, ())
+        """Nothing can be: see `refusal`."""
+        return "whoever runs finishes, and who can never be admitted is turned away"
 
     def live(self) -> Iterator[tuple[str, int, int]]:
         """Of every request that is not done: id, tokens so far, prompt included, and those that have KV."""
@@ -329,8 +329,8 @@ class Contiguous:
                 self.cohort.leave(member)
             self._final_tokens -= member.final_tokens
         if self._is_static:
-            done = list(self.running) if self._is_closed and not self.cohort.size else []
-            self._is_closed = self._is_closed and not done
+            done = list(self.running) if not self.cohort.size else []
+            self._is_closed = self.cohort.size > 0 and self._is_closed
         if self._watched:
             self._left = list(self._holdings(done))
         for member in done:
