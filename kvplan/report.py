@@ -913,12 +913,9 @@ def _simulate_headline(result: SimulateResult) -> str:
     if "model" in settings:
         marks = [f"{settings[n].value}{_mark(settings, n)}" for n in ("model", "gpu") if n in settings]
         what += f" on {literal(' / '.join(marks))}"
-    simulation = result.simulation
-    if simulation["scheduler_version"] is None:
-        return f"{what}, engine {simulation['engine']} ({simulation['verified']})"
     return (
         f"{what}, {_scheduler(result)} scheduler, "
-        f"{'asynchronous' if simulation['async_scheduling'] else 'synchronous'}"
+        f"{'asynchronous' if result.simulation['async_scheduling'] else 'synchronous'}"
     )
 
 

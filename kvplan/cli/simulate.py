@@ -191,7 +191,7 @@ def simulate(
         raise InputError(
             "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
         )
-    goal = None if min_blocks is None else parse_goal(min_blocks, trace)
+    goal = None if min_blocks is None else parse_goal(min_blocks, trace, engine)
     wish = _map_wish(at_step, map_request) if map else None
     for given, name in ((at_step, "--at-step"), (map_request, "--map-request")):
         if given is not None and not map:

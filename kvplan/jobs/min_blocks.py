@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from kvplan.errors import DoesNotFit, InputError
 from kvplan.jobs.simulate import SimulateResult, Simulation
-from kvplan.options import SimulateOptions
+from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
 #: A pool that no trace fills; what it costs does not depend on its size.
 _UNBOUNDED = 10**8
@@ -51,11 +51,19 @@ class MinBlocks:
         }
 
 
-def parse_goal(text: str, source: str) -> Goal:
+def parse_goal(text: str, source: str, engine: str | None = None) -> Goal:
     """``0`` (no preemption), ``5%`` (of the requests preempted at most) or ``hit-rate=30%``.
 
-    Raises `InputError` for another text, and for standard input, which cannot be read several times.
+    Raises `InputError` for another text, for standard input, which cannot be read several times, and for an engine
+    that neither preempts nor caches.
     """
+    name = parse_engine(engine).name
+    if name in CONTIGUOUS_ENGINES:
+        raise InputError(
+            f"engine {name} preempts nobody and keeps no prefixes: every pool meets the goal",
+            where="--min-blocks",
+            hint="leave it out",
+        )
     if source == "-":
         raise InputError(
             "the trace is read several times", where="--min-blocks", hint="give a file, not standard input"

@@ -17,13 +17,6 @@ from kvplan.core import metrics as figures
 from kvplan.core.cost import Flops, Roofline, constant, constant_decode
 from kvplan.core.engine import Policy, SchedulerConfig, StepWork
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.engines.contiguous import (
-    RESERVATIONS,
-    Contiguous,
-    ContiguousConfig,
-    Reservation,
-    largest_place,
-)
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
@@ -35,6 +28,7 @@ from kvplan.core.simulate import StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
+    CONTIGUOUS_ENGINES,
     Engine,
     Resolver,
     Settings,
@@ -49,6 +43,7 @@ from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.trace import TraceStream, open_trace
 
 if TYPE_CHECKING:
+    from kvplan.core.engines.contiguous import ContiguousConfig
     from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
 
 DEFAULT_MODEL = "llama-3.1-8b"
@@ -427,7 +422,7 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         raise InputError(
             f"not yet supported: simulation of engine {engine.name}",
             where="--engine",
-            hint=f"use {', '.join([*_SCHEDULERS][:-1])} or {[*_SCHEDULERS][-1]}",
+            hint=f"use one of {', '.join(_SCHEDULERS)}",
         )
     warnings: list[str] = []
     machine: _Machine | None = None
@@ -453,7 +448,7 @@ class _Scheduler(NamedTuple):
     ``has_samples``: it takes requests with several samples as they are.
     """
 
-    version: str | None
+    version: str
     verified: Literal["golden", "read", "approximated"]
     missing_options: tuple[str, ...]
     has_samples: bool = False
@@ -470,7 +465,7 @@ _SCHEDULERS: dict[str, _Scheduler] = {
         ("enable_chunked_prefill", "long_prefill_token_threshold"),
         has_samples=True,
     ),
-    **{name: _Scheduler(None, "approximated", _OF_THE_PAPER) for name in RESERVATIONS},
+    **{name: _Scheduler("Kwon et al. 2023", "approximated", _OF_THE_PAPER) for name in CONTIGUOUS_ENGINES},
 }
 
 
@@ -484,9 +479,8 @@ def _engine_config(
     """The settings of the engine that was chosen."""
     if engine.name == "paged":
         return _paged_config(resolver, pool)
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            return _contiguous_config(reservation, resolver, pool, warnings)
+    if engine.name in CONTIGUOUS_ENGINES:
+        return _contiguous_config(engine, resolver, pool, warnings)
     return _scheduler_config(resolver, pool, scenario)
 
 
@@ -504,7 +498,10 @@ def _make_engine(engine: Engine, config: EngineConfig, path: EnginePath) -> _Run
 
         assert isinstance(config, PagedConfig), "_engine_config made it"
         return Paged(config, watched=path == "plain")
-    if isinstance(config, ContiguousConfig):
+    if engine.name in CONTIGUOUS_ENGINES:
+        from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig
+
+        assert isinstance(config, ContiguousConfig), "_engine_config made it"
         return Contiguous(config, watched=path == "plain")
     assert isinstance(config, SchedulerConfig), "_engine_config made it"
     return VllmPlain(config) if path == "plain" else Vllm(config)
@@ -704,9 +701,11 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> _Pool:
     block_size = resolver.choose("block_size", DEFAULT_BLOCK_SIZE, "default without a machine")
     null_blocks = 1 if engine.name == "vllm" else 0
     whole_pool, what = max(1, (count - null_blocks) * block_size), "the whole pool"
-    for reservation in RESERVATIONS:
-        if engine.name == reservation:
-            whole_pool, what = largest_place(reservation, count * block_size), "the largest piece of the pool"
+    if engine.name in CONTIGUOUS_ENGINES:
+        from kvplan.core.engines.contiguous import largest_place, reservation_of
+
+        whole_pool = largest_place(reservation_of(engine.name), count * block_size)
+        what = "the largest piece of the pool"
     length: int | str = resolver.choose("max_model_len", whole_pool, what)
     if not isinstance(length, int):
         length = whole_pool
@@ -763,9 +762,11 @@ def _scheduler_config(
 
 
 def _contiguous_config(
-    reservation: Reservation, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
+    engine: Engine, resolver: Resolver[SimulateOptions], pool: _Pool, warnings: list[str]
 ) -> ContiguousConfig:
     """Settings of an engine with contiguous reservations; its blocks are slots."""
+    from kvplan.core.engines.contiguous import ContiguousConfig, reservation_of
+
     for name, theirs in (
         ("enable_prefix_caching", False),
         ("enable_chunked_prefill", False),
@@ -775,16 +776,16 @@ def _contiguous_config(
         value = getattr(resolver.options, name)
         if value not in (None, theirs) and resolver.source_of(name) != "trace":
             raise InputError(
-                f"{flag(name)} is no setting of engine {reservation}", where=flag(name), hint="leave it out"
+                f"{flag(name)} is no setting of engine {engine.name}", where=flag(name), hint="leave it out"
             )
-        resolver.note(name, theirs, f"as engine {reservation} does")
-    if reservation in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
+        resolver.note(name, theirs, f"as engine {engine.name} does")
+    if engine.name in ("static", "orca-max") and not resolver.settings["max_model_len"].given:
         warnings.append(
-            f"{reservation} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
+            f"{engine.name} reserves max_model_len {pool.max_model_len:,} tokens for each sequence, which nobody gave: "
             "--max-model-len"
         )
     return ContiguousConfig(
-        reservation=reservation,
+        reservation=reservation_of(engine.name),
         num_gpu_blocks=pool.num_gpu_blocks * pool.block_size,
         max_num_batched_tokens=pool.max_num_batched_tokens,
         max_num_seqs=pool.max_num_seqs,

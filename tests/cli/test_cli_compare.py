@@ -104,7 +104,7 @@ def test_contiguous_engines_simulate_and_are_said_to_be_approximated(cli: Cli, e
     ).document
     assert document["simulation"]["engine"] == engine
     assert document["simulation"]["verified"] == "approximated"
-    assert document["simulation"]["scheduler_version"] is None
+    assert document["simulation"]["scheduler_version"] == "Kwon et al. 2023"
     assert document["prefix_cache"]["enabled"] is False
     kv = document["kv"]
     assert kv["block_size"] == 1

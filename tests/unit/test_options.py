@@ -6,9 +6,11 @@ import math
 
 import pytest
 
+from kvplan.core.engines.contiguous import RESERVATIONS
 from kvplan.errors import InputError
 from kvplan.jobs.size import size
 from kvplan.options import (
+    CONTIGUOUS_ENGINES,
     Resolver,
     ServingOptions,
     SimulateOptions,
@@ -171,6 +173,11 @@ def test_an_engine_is_a_name_and_the_version_of_its_rules(
 ) -> None:
     assert parse_engine(text) == engine
     assert parse_engine(text).label == label
+
+
+def test_engines_that_reserve_contiguous_memory_are_named_alike_everywhere() -> None:
+    assert CONTIGUOUS_ENGINES == RESERVATIONS
+    assert all(parse_engine(name) == (name, "") for name in CONTIGUOUS_ENGINES)
 
 
 def test_another_version_and_an_unknown_engine_are_refused() -> None:

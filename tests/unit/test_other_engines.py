@@ -29,7 +29,7 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.model import ModelSpec
 from kvplan.core.pools.llama_cpp import LlamaCppPool, LlamaCppRules, llama_cpp_stages
-from kvplan.core.pools.paged import PagedPool
+from kvplan.core.pools.paged import ContiguousPool, ContiguousRules, PagedPool
 from kvplan.core.pools.sglang import SglangPool, SglangRules, num_prefill_graphs, sglang_stages
 from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool, TensorrtLlmRules, tensorrt_llm_stages
 from kvplan.core.weights import Weights
@@ -101,6 +101,34 @@ def test_in_the_plain_formula_a_state_takes_whole_blocks() -> None:
 def test_the_paged_budget_is_the_share_less_what_is_taken() -> None:
     pool = PagedPool(spec(FULL), deployment(gpu_memory_utilization=0.9))
     assert pool.kv_memory(1000, 300) == 600
+
+
+# Contiguous memory
+
+
+@pytest.mark.parametrize(
+    ("engine", "block_size", "blocks"),
+    [
+        # The longest that is served is 4,096.
+        ("static", 1, (4096, 4096)),
+        ("orca-max", 16, (256, 256)),
+        ("orca-oracle", 1, (512, 1024)),
+        ("orca-oracle", 16, (32, 64)),
+        ("orca-pow2", 16, (32, 64)),
+    ],
+)
+def test_a_sequence_takes_what_is_reserved_for_it(
+    engine: str, block_size: int, blocks: tuple[int, int]
+) -> None:
+    pool = ContiguousPool(spec(FULL), deployment(engine=engine, block_size=block_size))
+    assert (pool.blocks(500), pool.blocks(513)) == blocks
+    assert pool.allocated_bytes(500) == blocks[0] * block_size * 128
+
+
+def test_the_batch_of_an_engine_that_splits_no_prompt_holds_the_longest() -> None:
+    rules = ContiguousRules("orca-max")
+    assert rules.fitted_batch(2560, 256, 2048, chunked_prefill=True) == 2560
+    assert rules.fitted_batch(2560, 256, 8192, chunked_prefill=True) == 8192
 
 
 # SGLang

@@ -36,6 +36,11 @@ Reservation = Literal["static", "orca-max", "orca-pow2", "orca-oracle"]
 RESERVATIONS: tuple[Reservation, ...] = get_args(Reservation)
 
 
+def reservation_of(engine: str) -> Reservation:
+    """How the engine of this name reserves; it must be one of these."""
+    return next(reservation for reservation in RESERVATIONS if reservation == engine)
+
+
 @dataclass(frozen=True, slots=True)
 class ContiguousConfig:
     """Settings, by vLLM's names where it has them. A block is one slot: the KV of a token in all layers."""
