@@ -11,7 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
@@ -132,24 +132,8 @@ class Sequence:
         self.num_preemptions = 0
 
 
-class Limits(Protocol):
-    """What of an engine's settings can stop a request for good."""
-
-    @property
-    def usable_blocks(self) -> int:
-        """Blocks that can hold tokens."""
-
-    @property
-    def block_size(self) -> int:
-        """Tokens of a block."""
-
-    @property
-    def max_num_batched_tokens(self) -> int:
-        """Tokens of a step at most."""
-
-
 def why_stuck(
-    config: Limits,
+    config: SchedulerConfig,
     running: Iterable[Sequence],
     waiting: Iterable[Sequence],
     outgrown: Collection[Sequence],

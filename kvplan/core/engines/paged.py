@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Preemption, Sequence, Turn, why_stuck
+from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Preemption, Sequence, Turn
 from kvplan.core.paged_blocks import NO_HIT, BlockTable, Hit, Names, PagedMemory
 from kvplan.core.request import Request
 from kvplan.errors import InputError
@@ -163,8 +163,8 @@ class Paged:
         return False
 
     def why_stuck(self) -> str:
-        """Who cannot go on, what it needs and what there is."""
-        return why_stuck(self.config, self.running, self.waiting, ())
+        """Nothing can be: see `refusal`."""
+        return "the head of the queue fits into the pool alone, and what needs more is turned away"
 
     def live(self) -> Iterator[tuple[str, int, int]]:
         """Of every live request: id, tokens so far, prompt included, and the most of a sample that ever had KV."""
