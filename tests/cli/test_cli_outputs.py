@@ -247,8 +247,8 @@ def test_a_picture_of_many_steps_has_few_points_but_all_preemptions_and_the_peak
     def draw(path: Path, points: Sequence[Point], usable_blocks: int, scale: Fraction | None) -> None:
         drawn.append(points)
 
-    monkeypatch.setattr("kvplan.output.draw_timeline", draw)
-    monkeypatch.setattr("kvplan.output._MOST_POINTS", 64)
+    monkeypatch.setattr("kvplan.timeline.draw_timeline", draw)
+    monkeypatch.setattr("kvplan.timeline._MOST_POINTS", 64)
     command = "simulate bursts --limit 100 --num-gpu-blocks-override 600 --timeline t.png --json"
     document = cli(command).document
     (points,) = drawn
