@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
@@ -71,14 +70,14 @@ def whole_path(path: str) -> Iterator[Path]:
 
     What is no regular file, such as ``/dev/null`` or a pipe, is given as it is.
     """
-    target = Path(os.path.realpath(path))  # through a link to what it names
+    target = Path(path)
     if target.exists() and not target.is_file():  # a device or a pipe is written to, never replaced
         yield target
         return
-    handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=target.suffix)
-    os.close(handle)
-    temporary = Path(name)
-    try:
+    target = Path(os.path.realpath(path))  # through a link to what it names
+    temporary = target.with_name(f".{target.name[:64]}.{os.urandom(8).hex()}{target.suffix[:16]}")
+    try:  # an interrupt may come at any time, also right after the file is there
+        temporary.touch(mode=0o600, exist_ok=False)
         yield temporary
         umask = os.umask(0)
         os.umask(umask)

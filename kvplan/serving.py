@@ -25,7 +25,7 @@ from kvplan.core.kv_cache import (
     LayerCache,
 )
 from kvplan.core.lora import LoraSlots
-from kvplan.core.model import ModelSpec
+from kvplan.core.model import STRETCHING, ModelSpec
 from kvplan.core.sizing import (
     Budget,
     Capacity,
@@ -525,12 +525,17 @@ def _max_model_len(spec: ModelSpec, rules: EngineRules, resolver: Resolver[Any],
     if not isinstance(length, int):
         return default
     if length > most:
-        raise InputError(
-            f"max_model_len {length:,} is beyond the {most:,} tokens that the engine lets the model have",
-            where="--max-model-len",
-            hint=f"use at most {most}; --set max_position_embeddings={length} plans what "
-            "VLLM_ALLOW_LONG_MAX_MODEL_LEN=1 would let through",
+        if not any(scaling.kind in STRETCHING for scaling in spec.position_scalings):
+            raise InputError(
+                f"max_model_len {length:,} is beyond the {most:,} tokens that the engine lets the model have",
+                where="--max-model-len",
+                hint=f"use at most {most}, or --set max_position_embeddings={length} to plan it all the same",
+            )
+        warnings.append(
+            f"max_model_len {length:,} is beyond the {most:,} tokens that the engine lets the model have: it starts "
+            "only with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         )
+        return length
     if given is None and default < most:
         warnings.append(
             f"the engine starts at the {default:,} tokens before LongRoPE stretches positions; --max-model-len lets "

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
+from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO
@@ -48,6 +49,9 @@ _KVPLAN_KEYS = frozenset(
 )
 #: Requests that may be out of order by so many places; as many again are held while they are sorted.
 _REORDER = 1 << 16
+#: What is longer is no trace, and is not read into memory.
+_LONGEST_LINE = 1 << 25
+_LARGEST_SCENARIO = 1 << 28
 #: Ids that are kept as they are to tell doubles at once.
 _EXACT_IDS = 1 << 17
 #: Mooncake's hash ids stand for blocks of this many tokens (FAST25-release/traces of kvcache-ai/Mooncake).
@@ -118,13 +122,18 @@ class TraceStream:
         self._rate_scale = rate_scale
         self._skip_bad_lines = skip_bad_lines
         self._reorder = reorder
+        self._num_read = 0  # good rows, those that are held included
         self._first: int | None = None
         self._last = 0
 
     @property
-    def share_read(self) -> float | None:
-        """How much of the file was read, by its bytes; None where its size is not known."""
-        return self._lines.share_read
+    def expected(self) -> int | None:
+        """How many requests there will be, going by the bytes read so far; None where a file's size is not known."""
+        share = self._lines.share_read
+        if not share:
+            return None
+        expected = round(self._num_read / share)
+        return expected if self._limit is None else min(expected, self._limit)
 
     def close(self) -> None:
         """Let go of the file before the end."""
@@ -193,17 +202,16 @@ class TraceStream:
     def _good_rows(self) -> Iterator[Request]:
         """Good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
         ids = _Ids()
-        read = 0
         for row in self._rows:
             if isinstance(row, Request) and ids.add(row.id):
+                self._num_read += 1
                 yield row
-                read += 1
-                if read == self._limit:
+                if self._num_read == self._limit:
                     break
                 continue
             problem = row if isinstance(row, _BadLine) else _twice(row.id)
             if not self._skip_bad_lines:
-                raise self._bad_line(problem, ids, self._limit and self._limit - read)
+                raise self._bad_line(problem, ids, self._limit and self._limit - self._num_read)
             self.skipped_lines += 1
         if ids.some_twice():
             raise InputError("an id stands twice", where=self.path, hint="give each request an id of its own")
@@ -376,10 +384,21 @@ class _Lines:
         """Bytes read over the file's size; None for what is no regular file."""
         return min(1.0, self._read / self._size) if self._size else None
 
+    def _raw_lines(self) -> Iterator[bytes]:
+        """Lines as they are in the file; one without an end is not read to memory's end."""
+        for raw in iter(partial(self._file.readline, _LONGEST_LINE + 1), b""):
+            if len(raw) > _LONGEST_LINE:
+                raise InputError(
+                    f"a line is longer than {_LONGEST_LINE >> 20} MiB",
+                    where=f"{self.name}:{self.number + 1}",
+                    hint="give a trace with one request a line",
+                )
+            yield raw
+
     def peek(self) -> str:
         """The first line that is not blank, without consuming it."""
         if self._first is None:
-            for raw in self._file:
+            for raw in self._raw_lines():
                 self._read += len(raw)
                 if raw.strip():
                     self._first = raw.removeprefix(b"\xef\xbb\xbf")
@@ -401,7 +420,7 @@ class _Lines:
             if self._first is not None:
                 self.number += 1
                 yield self._first
-            for raw in self._file:
+            for raw in self._raw_lines():
                 self.number += 1
                 self._read += len(raw)
                 if raw.strip():
@@ -411,14 +430,20 @@ class _Lines:
 
     def close(self) -> None:
         """Let go of the file; standard input stays open."""
-        if self._file is not sys.stdin.buffer:
+        if sys.stdin is None or self._file is not sys.stdin.buffer:
             self._file.close()
 
     def text(self) -> str:
         """All that is left, as one text."""
-        text = _decode((self._first or b"") + self._file.read(), self.name)
+        raw = (self._first or b"") + self._file.read(_LARGEST_SCENARIO)
         self.close()
-        return text
+        if len(raw) >= _LARGEST_SCENARIO:
+            raise InputError(
+                f"a scenario of more than {_LARGEST_SCENARIO >> 20} MiB",
+                where=self.name,
+                hint="give a trace with one request a line",
+            )
+        return _decode(raw, self.name)
 
 
 def _regular_size(file: BinaryIO) -> int | None:
@@ -431,6 +456,10 @@ def _regular_size(file: BinaryIO) -> int | None:
 
 def _open(source: str) -> BinaryIO:
     if source == "-":
+        if sys.stdin is None:  # closed by whoever started this
+            raise InputError(
+                "standard input is closed", where="-", hint="give a file, or open standard input"
+            )
         return sys.stdin.buffer
     path = Path(source)
     try:

@@ -46,7 +46,6 @@ class Progress:
     def _show(self, record: StepRecord, seconds: float) -> None:
         if self._bar is None:
             self._bar = _new_bar()
-        share = self._trace.share_read
         clock = (
             ""
             if self._seconds_per_tick is None
@@ -55,7 +54,7 @@ class Progress:
         used = self._usable - record.turn.free_blocks if record.turn else 0
         self._bar.update(
             self._bar.task_ids[0],
-            total=round(self._trace.count / share) if share else None,
+            total=self._trace.expected,
             completed=self._done,
             clock=clock or f"step {record.step:,}",
             rate=self._done / seconds,

@@ -12,6 +12,7 @@ from kvplan.cli import options as shared
 from kvplan.errors import InputError
 
 if TYPE_CHECKING:
+    from kvplan.cli.progress import Progress
     from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
 
 
@@ -158,7 +159,7 @@ def simulate(
     least, interrupted = None, result.simulation["status"] == "interrupted"
     if goal is not None and not interrupted:
         try:
-            least = find_min_blocks(trace, settings, goal)
+            least = find_min_blocks(trace, settings, goal, watch=_progress())
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:
@@ -179,6 +180,15 @@ def simulate(
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":
         raise typer.Exit(1)
+
+
+def _progress() -> type[Progress] | None:
+    """What shows how far a run is, on a terminal."""
+    if not sys.stderr.isatty():
+        return None
+    from kvplan.cli.progress import Progress
+
+    return Progress
 
 
 class _Partial(Exception):
@@ -208,10 +218,9 @@ def _run(
 
             columns = Timeline(timeline, simulation.usable_blocks, scale)
             turns.append(outputs.enter_context(columns.writing()))
-        if sys.stderr.isatty():
-            from kvplan.cli.progress import Progress
-
-            turns.append(outputs.enter_context(Progress(simulation)))
+        progress = _progress()
+        if progress is not None:
+            turns.append(outputs.enter_context(progress(simulation)))
         on_request = None
         if requests is not None:
             on_request = RequestWriter(outputs.enter_context(whole_file(requests)), scale)

@@ -511,9 +511,8 @@ class Metrics:
             record = self.records.pop(sequence.id)
             record.finished = end
             record.output_tokens = sequence.num_tokens - record.request.input_tokens
-            record.peak_blocks = -(
-                (1 - sequence.num_tokens) // self.block_size
-            )  # its last token never has KV
+            computed = sequence.num_tokens - 1  # the last token is sampled, but never has KV
+            record.peak_blocks = -(-computed // self.block_size)
             self._note_finish(record, end)
         self.window_end = end
         self._totals.asked += self._totals.asked_since
@@ -528,6 +527,11 @@ class Metrics:
         if self.window_start is None or self.window_end is None:
             return 0
         return max(0, self.window_end - self.window_start)
+
+    @property
+    def is_all_warmup(self) -> bool:
+        """Whether requests finished, but all before the window opens."""
+        return self.warmup > 0 and self.window_end is not None and not self.window_ticks
 
     @property
     def duration_s(self) -> float | None:

@@ -21,6 +21,12 @@ class Mlp(NamedTuple):
     experts_per_token: int = 0
 
 
+#: Kinds of rotary embedding that stretch the context (transformers 5.24.0, modeling_rope_utils.py; vLLM's names).
+STRETCHING = frozenset(
+    {"linear", "dynamic", "yarn", "longrope", "llama3", "deepseek_yarn", "deepseek_llama_scaling"}
+)
+
+
 class PositionScaling(NamedTuple):
     """How rotary positions are stretched; ``original`` is the length before, where it is stated."""
 

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
 from kvplan.errors import InputError
-from kvplan.jobs.simulate import SimulateResult, Simulation
+from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
 from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
 #: A pool that no trace fills; what it costs does not depend on its size.
 _UNBOUNDED = 10**8
+
+
+Watch = Callable[[Simulation], AbstractContextManager[Observer]]
 
 
 class Goal(NamedTuple):
@@ -84,23 +88,31 @@ def parse_goal(text: str, source: str, engine: str | None = None) -> Goal:
 
 
 def find_min_blocks(
-    source: str, options: SimulateOptions, goal: Goal, origins: Mapping[str, str] | None = None
+    source: str,
+    options: SimulateOptions,
+    goal: Goal,
+    origins: Mapping[str, str] | None = None,
+    *,
+    watch: Watch | None = None,
 ) -> MinBlocks:
     """Replay a trace with pools of different size until a least one is found that meets the goal.
 
     Without prefix caching a run in an endless pool never preempts, and one block more than it ever used is
     enough, which a run with so many confirms. Else by bisection: preemptions are not monotone in the size of the
     pool, so a smaller one that was not tried may do too. None is tried with which the engine would not start.
-    O(log pool) runs. Raises `KeyboardInterrupt` when one is interrupted.
+    O(log pool) runs, which ``watch`` gives an observer each. Raises `KeyboardInterrupt` when one is interrupted.
     """
     tried: dict[int, bool] = {}
 
+    def replay(blocks: int) -> SimulateResult:
+        return _replay(Simulation(source, options, origins, num_gpu_blocks=blocks), watch)
+
     def meets(blocks: int) -> bool:
         if blocks not in tried:
-            tried[blocks] = _is_met(_replay(source, options, origins, blocks), goal)
+            tried[blocks] = _is_met(replay(blocks), goal)
         return tried[blocks]
 
-    endless = _replay(source, options, origins, _UNBOUNDED)
+    endless = replay(_UNBOUNDED)
     tried[_UNBOUNDED] = _is_met(endless, goal)
     if not tried[_UNBOUNDED]:
         return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
@@ -124,10 +136,12 @@ def find_min_blocks(
     return MinBlocks(goal.text, high, proof, tuple(tried.items()))
 
 
-def _replay(
-    source: str, options: SimulateOptions, origins: Mapping[str, str] | None, blocks: int
-) -> SimulateResult:
-    result = Simulation(source, options, origins, num_gpu_blocks=blocks).run()
+def _replay(simulation: Simulation, watch: Watch | None) -> SimulateResult:
+    if watch is None:
+        result = simulation.run()
+    else:
+        with watch(simulation) as observer:
+            result = simulation.run(turns=[observer])
     if result.simulation["status"] == "interrupted":
         raise KeyboardInterrupt
     return result

@@ -296,7 +296,11 @@ def _result(
         causes=metrics.preemption_causes(),
         latency=metrics.latency(plan.latency_model),
         goodput=metrics.goodput(),
-        warnings=(*plan.warnings, *_request_warnings(counts, trace, plan.config)),
+        warnings=(
+            *plan.warnings,
+            *_request_warnings(counts, trace, plan.config),
+            *(["all lies within the warm-up: there is nothing to measure"] if metrics.is_all_warmup else []),
+        ),
         profile=profile,
         seconds_per_tick=plan.seconds_per_tick,
     )

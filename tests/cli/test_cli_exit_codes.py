@@ -150,7 +150,7 @@ def test_an_interrupt_while_a_pool_is_searched_keeps_the_run_itself(
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("kvplan.jobs.min_blocks._replay", interrupted)
+    monkeypatch.setattr("kvplan.jobs.min_blocks._is_met", interrupted)
     outcome = cli("simulate chat --limit 5 --min-blocks 0 --requests r.csv --json")
     assert outcome.code == 130
     assert outcome.document == {**alone, "min_blocks": None}

@@ -168,16 +168,16 @@ def test_overrides_of_the_command_reach_the_model(cli: Cli) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("--max-model-len -5", "-5 is out of range (s.sh:1:41, --max-model-len)"),
+        ("--max-model-len -5", "-5 is out of range (s.sh:1:40, --max-model-len)"),
         (
             "--max-model-len 9000000",
-            "131,072 tokens that the engine lets the model have (s.sh:1:41, --max-model-len)",
+            "4,096 tokens that the engine lets the model have (s.sh:1:40, --max-model-len)",
         ),
-        ("-tp 3", "cannot be divided among 3 ranks (s.sh:1:29, --tensor-parallel-size)"),
+        ("-tp 3", "cannot be divided among 3 ranks (s.sh:1:28, --tensor-parallel-size)"),
     ],
 )
 def test_a_value_that_is_refused_is_pointed_at_in_its_file(cli: Cli, text: str, said: str) -> None:
-    Path("s.sh").write_text(f"vllm serve llama-3.1-8b {text}\n")
+    Path("s.sh").write_text(f"vllm serve llama-2-13b {text}\n")
     outcome = cli("size --from s.sh --gpu h100")
     assert outcome.code == 2
     assert said in outcome.err

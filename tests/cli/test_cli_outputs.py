@@ -7,11 +7,15 @@ import json
 import os
 import re
 import sys
+from collections.abc import Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import GOLDENS, Cli, listing, raise_in_turn
+
+from kvplan.plots import Point
 
 SCENARIOS = [
     "05_preempt_single",
@@ -217,6 +221,41 @@ def test_a_timeline_agrees_with_the_document(cli: Cli, tmp_path: Path) -> None:
     assert max(int(row["used_blocks"]) for row in rows) == document["kv"]["peak_blocks"]
     assert max(float(row["utilization"]) for row in rows) == document["kv"]["utilization"]["max"]
     assert sum(int(row["preempted"]) for row in rows) == document["preemptions"]["events"] > 0
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "simulate chat --limit 60",
+        "simulate bursts --limit 100 --num-gpu-blocks-override 600",
+        "simulate multi-turn --limit 150 --gpu l4 --max-model-len 20000",
+        f"simulate {GOLDENS / '06_preempt_cascade'}.scenario.json --step-time 0.02",
+    ],
+)
+def test_runs_of_steps_are_the_same_rows_as_single_steps(cli: Cli, tmp_path: Path, command: str) -> None:
+    cli(f"{command} --timeline fast.csv")
+    cli(f"{command} --timeline plain.csv --events e.jsonl")  # whose every step is watched
+    assert (tmp_path / "fast.csv").read_text() == (tmp_path / "plain.csv").read_text()
+
+
+def test_a_picture_of_many_steps_has_few_points_but_all_preemptions_and_the_peak(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    drawn: list[Sequence[Point]] = []
+
+    def draw(path: Path, points: Sequence[Point], usable_blocks: int, scale: Fraction | None) -> None:
+        drawn.append(points)
+
+    monkeypatch.setattr("kvplan.timeline.draw_timeline", draw)
+    monkeypatch.setattr("kvplan.timeline._MOST_POINTS", 64)
+    command = "simulate bursts --limit 100 --num-gpu-blocks-override 600 --timeline t.png --json"
+    document = cli(command).document
+    (points,) = drawn
+    assert 64 < len(points) <= 64 * 3 < document["steps"]
+    assert sum(point.preempted for point in points) == document["preemptions"]["events"] > 0
+    assert max(point.used_blocks for point in points) == document["kv"]["peak_blocks"]
+    assert [point.step for point in points] == sorted({point.step for point in points})
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

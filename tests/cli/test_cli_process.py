@@ -121,6 +121,15 @@ def test_shell_completion_is_there(tmp_path: Path) -> None:
     assert b"kvplan" in child.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/stdout").exists(), reason="needs /dev/stdout")
+def test_an_output_can_be_a_pipe(tmp_path: Path) -> None:
+    child = spawn(
+        tmp_path, *["simulate", "chat", "--limit", "2", "--events", "/dev/stdout", "--requests", "r.csv"]
+    )
+    assert (child.returncode, child.stderr) == (0, b"")
+    assert child.stdout.startswith(b'{"step":0,')
+
+
 def test_a_termination_takes_unfinished_files_back(tmp_path: Path) -> None:
     lines = [f'{{"arrival_s": {i / 50}, "input_tokens": 900, "output_tokens": 400}}\n' for i in range(4000)]
     (tmp_path / "t.jsonl").write_text("".join(lines))

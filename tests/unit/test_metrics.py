@@ -269,6 +269,29 @@ def test_a_request_that_stops_at_the_longest_length_is_truncated() -> None:
     assert metrics.kv_figures().reserved_share == 0
 
 
+def test_a_warm_up_that_outlasts_the_run_is_known() -> None:
+    for warmup, expected in ((0, False), (29, False), (30, True), (10**30, True)):
+        metrics = Metrics(
+            num_gpu_blocks=9, block_size=2, prefix_caching=True, seconds_per_tick=None, warmup=warmup
+        )
+        assert not metrics.is_all_warmup
+        run([Request("a", 5, 1, 3)], VllmPlain(SchedulerConfig(9, 2, 8, 8, 16)), constant(10), metrics)
+        assert metrics.is_all_warmup == expected
+
+
+@pytest.mark.parametrize(("arrival", "share"), [(30, 1 / 2), (31, 1)])
+def test_what_arrives_with_the_last_finish_counts_as_asked(arrival: int, share: float) -> None:
+    """Three steps of 10 end at 30; what comes then is turned away."""
+    metrics = Metrics(
+        num_gpu_blocks=9, block_size=2, prefix_caching=True, seconds_per_tick=Fraction(1), slo=Slo(e2e_s=99)
+    )
+    requests = [Request("a", 0, 1, 3), Request("b", arrival, 16, 1)]
+    run(requests, VllmPlain(SchedulerConfig(9, 2, 8, 8, 16)), constant(10), metrics)
+    goodput = metrics.goodput()
+    assert goodput is not None
+    assert goodput.share == share
+
+
 def test_a_stuck_run_has_the_figures_of_what_finished() -> None:
     # y's 11 tokens need 6 of 5 blocks. a runs 0..10; y arrives at 15, after the last finish.
     metrics = figures(Request("a", 0, 1, 1), Request("y", 15, 11, 1), max_model_len=20)

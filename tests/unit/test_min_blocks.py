@@ -133,3 +133,25 @@ def test_the_share_is_of_requests_that_were_preempted_however_often(trace: str) 
         assert met == (result.preemptions.requests <= 0.67 * result.requests.total)
     often = [simulate(trace, blocks, **given).preemptions for blocks, met in found.tried[1:] if met]
     assert any(figures.events > 8 for figures in often)
+
+
+def test_for_a_hit_rate_more_may_be_needed_than_is_ever_in_use(tmp_path: Path) -> None:
+    """One after the other; the third finds the first's prompt unless the second had to evict it."""
+    path = tmp_path / "trace.jsonl"
+    prompts = [("a", 4), ("b", 8), ("a", 4)]
+    lines = [
+        {
+            "arrival_s": 10.0 * i,
+            "input_tokens": 16 * blocks,
+            "output_tokens": 2,
+            "content": [[name, 0, 16 * blocks]],
+        }
+        for i, (name, blocks) in enumerate(prompts)
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    goal = parse_goal("hit-rate=15%", str(path))
+    found = find_min_blocks(str(path), options(40, max_model_len=140), goal)
+    # 9 in use at most. Three of the first's four prompt blocks must stay, for a token is always computed.
+    assert found.num_gpu_blocks == 13
+    assert (10, False) in found.tried
+    assert (12, False) in found.tried

@@ -435,6 +435,15 @@ def test_a_length_that_starts_short_of_the_models_is_told() -> None:
     assert served(spec, max_model_len=100_000)[0].deployment.max_model_len == 100_000
 
 
+def test_where_positions_are_stretched_a_longer_length_is_a_warning() -> None:
+    scaled = model_with(FullAttention(8, 128), position_scalings=(PositionScaling("llama3", 8.0),))
+    found, _ = served(scaled, max_model_len=4097)
+    assert found.deployment.max_model_len == 4097
+    assert "only with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1" in found.warnings[0]
+    plain = model_with(FullAttention(8, 128), position_scalings=(PositionScaling("default"),))
+    assert refused(plain, max_model_len=4097).where == "--max-model-len"
+
+
 def test_without_a_maximum_the_length_must_be_given() -> None:
     endless = model_with(FullAttention(8, 128), max_position_embeddings=None)
     assert refused(endless).hint == "give --max-model-len"

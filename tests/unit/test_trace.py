@@ -678,7 +678,21 @@ def test_a_long_trace_is_put_in_order_within_its_reach(write: Callable[..., str]
     stream = open_trace(write("\n".join(rows)), reorder=3)
     assert [r.id for r in stream] == ["0", "1", "2", "3", "4", "5"]
     assert stream.to_dict()["requests"] == 6
-    assert stream.share_read == 1.0
+    assert stream.expected == 6
+
+
+@pytest.mark.parametrize(("limit", "low", "high"), [(None, 97, 103), (7, 7, 7)])
+def test_how_many_requests_there_will_be_is_told_from_the_bytes(
+    write: Callable[..., str], limit: int | None, low: int, high: int
+) -> None:
+    path = write("\n".join(row(id=str(i), arrival_s=float(i)) for i in range(100, 200)))
+    stream = open_trace(path, limit=limit, reorder=20)
+    requests = iter(stream)
+    next(requests)  # by then 40 are read, or as many as the limit lets in
+    assert stream.expected is not None
+    assert low <= stream.expected <= high
+    assert len(list(requests)) == (limit or 100) - 1
+    assert stream.expected == (limit or 100)
 
 
 def test_a_request_that_comes_too_late_is_refused(write: Callable[..., str]) -> None:
@@ -704,3 +718,32 @@ def test_doubles_among_very_many_ids_are_found_at_the_end(
     rows = [row(id=name) for name in ("a", "b", "c", "d", "a")]
     with pytest.raises(InputError, match="an id stands twice"):
         list(open_trace(write("\n".join(rows))))
+
+
+# Sources without end, and none
+
+
+def test_a_line_without_end_is_refused_before_it_fills_the_memory(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplan.trace._LONGEST_LINE", 1 << 20)
+    first = refused(write("x" * (1 << 20) + "\n"))
+    assert (first.what, first.where and first.where[-2:]) == ("a line is longer than 1 MiB", ":1")
+    path = write(row(id="a") + "\n" + row(id="b" * (1 << 20)))
+    later = refused(path, skip_bad_lines=True)
+    assert (later.what, later.where) == ("a line is longer than 1 MiB", f"{path}:2")
+
+
+def test_a_scenario_without_end_is_refused(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvplan.trace._LARGEST_SCENARIO", 1 << 20)
+    assert refused(write('{"config":\n' * 200_000)).what == "a scenario of more than 1 MiB"
+
+
+def test_a_closed_standard_input_is_no_trace_and_hinders_no_other(
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    assert refused("-").what == "standard input is closed"
+    assert len(read_trace(write(row(id="a"))).requests) == 1
