@@ -11,7 +11,7 @@ import pytest
 import kvplan
 from kvplan.errors import InputError
 from kvplan.jobs.explain import TOPICS
-from kvplan.topics.parts import Explanation, Figures, Table, Timeline
+from kvplan.topics.parts import Explanation, Figures, Grid, Table, Timeline
 
 TOKEN, BLOCK = 819_200, 13_107_200
 
@@ -120,10 +120,10 @@ def test_a_reservation_of_4096_wastes_what_is_not_used() -> None:
 
 def test_a_token_is_found_by_its_table() -> None:
     found = explain("blocks")
-    (grid,) = [part for part in found.parts if part.__class__.__name__ == "Grid"]
+    (grid,) = [part for part in found.parts if isinstance(part, Grid)]
     assert found.figure("token") == 64
     assert (found.figure("logical_block"), found.figure("slot")) == (4, 0)
-    table = [run.physical + i for run in grid.pool.table for i in range(run.cells)]  # type: ignore[union-attr]
+    table = [run.physical + i for run in grid.pool.table for i in range(run.cells)]
     assert table[4] == found.figure("physical_block") == 11
     assert found.figure("table_bytes") == 256 * 4
 

@@ -175,7 +175,7 @@ class Paged:
     def picture(self, turn: Turn[Group]) -> PoolPicture:
         """The pool after the scheduling of ``turn``, which is the turn taken last; watched engines only.
 
-        Of several samples each is named by its number.
+        Of several samples each is named ``ID#0`` and so on.
         """
         assert self._is_watched, "who merely decodes has not asked for its blocks"
         contents: list[object] = [None] * self.config.num_gpu_blocks
@@ -193,7 +193,7 @@ class Paged:
         if len(tables) < group.size:
             tokens = min(tokens, group.request.input_tokens)
         for number, table in enumerate(tables):
-            name = group.id if group.size == 1 else f"{group.id}/{number}"
+            name = group.id if group.size == 1 else f"{group.id}#{number}"
             yield Holding(name, tuple(table.blocks), tokens)
 
     # Arrival
