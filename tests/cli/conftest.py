@@ -24,7 +24,7 @@ def cli(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp
     for name in ("FORCE_COLOR", "PY_COLORS", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "TERM"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kvplan.cli.app", COMMAND)
+    monkeypatch.setattr("kvplan.cli._application", lambda _: COMMAND)
 
     def run(command: str, *more: str) -> Outcome:
         capsys.readouterr()
