@@ -27,6 +27,7 @@ SIMULATION = (
     "kvplan.junit",
     "kvplan.plots",
 )
+OTHER_ENGINES = ("kvplan.core.engines.contiguous", "kvplan.core.engines.paged")
 MODEL_FILES = ("kvplan.gguf", "kvplan.gguf_config", "kvplan.hub", "kvplan.safetensors")
 SIZING = ("kvplan.config", "kvplan.hf_config", *MODEL_FILES, "kvplan.jobs", "yaml")
 
@@ -77,7 +78,7 @@ def among(modules: set[str], names: tuple[str, ...]) -> list[str]:
         ("explain prefix --json", (*HEAVY, "rich", "kvplan.drawing")),
         (
             "simulate chat --limit 2 --json",
-            (*HEAVY, "rich", "kvplan.jobs.check", "kvplan.junit", "kvplan.plots"),
+            (*HEAVY, *OTHER_ENGINES, "rich", "kvplan.jobs.check", "kvplan.junit", "kvplan.plots"),
         ),
         (
             "simulate chat --limit 2 --num-gpu-blocks-override 200",
