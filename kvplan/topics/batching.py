@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from string import ascii_letters
+from string import ascii_uppercase
 
 from kvplan.core.request import Request
 from kvplan.topics.example import Example, Trial, try_out
@@ -19,13 +19,13 @@ from kvplan.topics.parts import (
 )
 from kvplan.units import format_share
 
-_EXAMPLE = "100,50,200,30"
+_EXAMPLE = (100, 50, 200, 30)
 
 
 def explain(example: Example) -> Explanation:
     """Both ways with as many places as there are answers in a batch, drawn step by step."""
-    example.keeps_all_tokens()
-    outputs = example.tokens("outputs", _EXAMPLE)
+    example.check_runnable()
+    outputs = example.tokens("outputs", ",".join(map(str, _EXAMPLE)))
     rounds = example.choose("rounds", 3)
     places, longest = len(outputs), max(outputs)
     example.check_small(rounds * sum(outputs))
@@ -55,7 +55,7 @@ def explain(example: Example) -> Explanation:
     named = " + ".join(f"{output:,}" for output in outputs)
     share = sum(outputs) / (places * longest)
     notes = []
-    if outputs == (100, 50, 200, 30):
+    if outputs == _EXAMPLE:
         notes.append(
             f"This is a well-known example, and a well-known text says that its batch uses 30 % of its slots: the "
             f"sum gives {format_share(share)}."
@@ -117,5 +117,5 @@ def _lanes(trial: Trial, places: int) -> tuple[Lane, ...]:
                 begun[name] = (min(set(range(places)) - busy), step)
         for name in moment.finished:
             place, first = begun.pop(name)
-            taken[place].append(Stretch(first, step + 1 - first, ascii_letters[26:][int(name) % 26]))
+            taken[place].append(Stretch(first, step + 1 - first, ascii_uppercase[int(name) % 26]))
     return tuple(Lane(f"place {i + 1}", tuple(stretches)) for i, stretches in enumerate(taken))

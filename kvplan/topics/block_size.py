@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from kvplan.jobs.simulate import simulate
-from kvplan.topics.example import Example
+from kvplan.topics.example import TABLE_ENTRY_BYTES, Example
 from kvplan.topics.parts import Column, Explanation, Prose, Table, Value
 from kvplan.units import format_share
 
 _WORKLOAD = "chat"
 #: Slots of the pool, whatever its blocks: enough that nothing is evicted and nobody preempted.
 _POOL_TOKENS = 1 << 20
-#: vLLM's block tables are 32-bit numbers (v1/worker/block_table.py).
-_ENTRY_BYTES = 4
 
 
 def explain(example: Example) -> Explanation:
     """Waste, hits and tables of each block size, from a run each over equal memory."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     length = example.seq()
     sizes = example.tokens("block_sizes", "4,16,64")
     rows: list[tuple[Value, ...]] = []
@@ -39,7 +37,7 @@ def explain(example: Example) -> Explanation:
                 shares.internal_fragmentation,
                 found.prefix_cache.hit_rate,
                 entries,
-                entries * _ENTRY_BYTES,
+                entries * TABLE_ENTRY_BYTES,
             )
         )
     worst, best = max(wastes, key=lambda size: wastes[size]), min(wastes, key=lambda size: wastes[size])

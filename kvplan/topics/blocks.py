@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from kvplan.core.request import Request
-from kvplan.topics.example import Example, try_out
+from kvplan.topics.example import TABLE_ENTRY_BYTES, Example, try_out
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Formula, Grid, Prose, Table, Value
 from kvplan.units import format_bytes
 
 #: The requests of the example in blocks: of the prompt, and of the answer.
 _REQUESTS = {"A": (2.5, 3), "B": (1.5, 2), "C": (1, 3)}
 _POOL_BLOCKS = 20
-#: vLLM's block tables are 32-bit numbers (v1/worker/block_table.py).
-_ENTRY_BYTES = 4
 
 
 def explain(example: Example) -> Explanation:
     """Terms beside each other, and a small pool in its fullest step."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     size, kv, deployment = example.block_size, example.served.kv, example.served.deployment
     longest = deployment.max_model_len
     table_blocks = -(-longest // size)
@@ -48,7 +46,7 @@ def explain(example: Example) -> Explanation:
         (
             "page table",
             "block table",
-            f"{table_blocks:,} entries, {format_bytes(table_blocks * _ENTRY_BYTES)}",
+            f"{table_blocks:,} entries, {format_bytes(table_blocks * TABLE_ENTRY_BYTES)}",
         ),
         ("page fault", "the last block is full", f"every {size} tokens a block from the free list"),
         ("shared page", "shared prefix", "one block, several tables, a count of users"),
@@ -83,7 +81,7 @@ def explain(example: Example) -> Explanation:
                     Figure("bytes_per_token", "a token", kv.bytes_per_token, "exact_bytes"),
                     Figure("bytes_per_block", "a block", kv.bytes_per_block, "exact_bytes"),
                     Figure("table_entries", f"blocks of {longest:,} tokens", table_blocks),
-                    Figure("table_bytes", "their table", table_blocks * _ENTRY_BYTES, "exact_bytes"),
+                    Figure("table_bytes", "their table", table_blocks * TABLE_ENTRY_BYTES, "exact_bytes"),
                     Figure("token", "a token of A", token),
                     Figure("logical_block", "its logical block", logical),
                     Figure("physical_block", "its physical block", physical),

@@ -24,13 +24,15 @@ from kvplan.serving import Served, find_gpu, serve
 from kvplan.topics.parts import Explanation, Part
 
 DEFAULT_MODEL = "llama-2-13b"
+#: vLLM's block tables are 32-bit numbers (v1/worker/block_table.py).
+TABLE_ENTRY_BYTES = 4
 
 _Value = TypeVar("_Value")
 
 #: Lists are quoted up to this length.
 _LONGEST_LIST = 60
 
-#: The most steps of an example: more is no example, and takes long.
+#: The most tokens of an example: more is no example, and takes long.
 _MOST_TOKENS = 1 << 18
 
 
@@ -56,8 +58,8 @@ class Example:
             self._shown.append("gpu")
         self.served: Served = serve(spec, self._resolver, gpu=gpu, gpu_count=count, seq=options.seq)
 
-    def keeps_all_tokens(self) -> None:
-        """Refuse a model whose layers do not all keep every token: the engines run no other."""
+    def check_runnable(self) -> None:
+        """Refuse a model whose layers do not all keep every token: the engines run no other. Raises `InputError`."""
         check_simulated(self.served)
 
     @property
@@ -107,7 +109,7 @@ class Example:
         return numbers
 
     def check_small(self, tokens: int) -> None:
-        """Refuse an example of more tokens than are run in a moment."""
+        """Refuse an example of more tokens than are run in a moment. Raises `InputError`."""
         if tokens > _MOST_TOKENS:
             raise InputError(
                 f"{tokens:,} tokens in all are too many for an example",
@@ -116,7 +118,10 @@ class Example:
             )
 
     def seq(self, most: int | None = None) -> int:
-        """Tokens of a sequence: as given, else the model's longest, but at most ``most``."""
+        """Tokens of a sequence: as given, else the model's longest, but at most ``most``.
+
+        ``most`` also says that they are run: raises `InputError` for more than an example takes.
+        """
         longest = self.served.deployment.max_model_len
         found = self.choose("seq", longest if most is None else min(longest, most))
         if found > _MOST_TOKENS and most is not None:

@@ -18,7 +18,7 @@ _LENGTH = 4096
 
 def explain(example: Example) -> Explanation:
     """K/V computations and FLOPs of each length, both ways."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     length = example.seq(most=_LENGTH)
     flops = step_flops(example.served)
     price = (flops or Flops(0, 0, 0)).of

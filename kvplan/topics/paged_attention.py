@@ -28,7 +28,7 @@ _SHOWN = 8
 
 def explain(example: Example) -> Explanation:
     """Both results of one layer, compared bit by bit."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     length = example.seq(most=_LENGTH)
     if length > _LONGEST:
         raise InputError(

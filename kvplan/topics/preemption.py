@@ -28,7 +28,7 @@ _PROMPT, _DECODE, _LOST, _AGAIN, _BACK = "p", "=", "!", "r", "b"
 
 def explain(example: Example) -> Explanation:
     """Who loses its blocks when, and what it costs to have them computed again, or swapped out and in."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     count = example.choose("requests", 3)
     prompt = example.choose("input_tokens", 64)
     answer = example.choose("output_tokens", 64)

@@ -10,7 +10,7 @@ from kvplan.units import format_bytes, format_share
 
 def explain(example: Example) -> Explanation:
     """Blocks in use and tokens computed, both ways."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     count = example.choose("requests", 10)
     shared = example.choose("shared_prefix", 2000)
     own = example.choose("own_tokens", 100)
@@ -24,7 +24,7 @@ def explain(example: Example) -> Explanation:
         for i in range(count)
     ]
     pool = count * -(-(shared + own + answer) // size)
-    # The first comes a step before the others, so that its prefix is there when they come.
+    # All come in one step: vLLM can find the blocks of a prompt as soon as they are given out.
     runs = {
         "each its own": try_out(requests, example.vllm(pool, seats=count)),
         "shared": try_out(requests, example.vllm(pool, seats=count, caching=True)),

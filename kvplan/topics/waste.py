@@ -11,7 +11,7 @@ from kvplan.units import format_share
 
 def explain(example: Example) -> Explanation:
     """What sequences of a few lengths leave unused, both ways."""
-    example.keeps_all_tokens()
+    example.check_runnable()
     reserved = example.seq()
     lengths = example.tokens("used_tokens", "50,200,1000")
     if max(lengths) >= reserved:
