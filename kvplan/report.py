@@ -6,7 +6,7 @@ Names from traces and configs are printed as literal text, never as markup or co
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from kvplan.core.sizing import Capacity, Rank
     from kvplan.jobs.audit import AuditLine, AuditResult
     from kvplan.jobs.check import CheckReport
-    from kvplan.jobs.compare import CompareResult
+    from kvplan.jobs.compare import Column, ComparedRun, CompareResult
     from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
     from kvplan.jobs.size import SizeResult
@@ -354,6 +354,8 @@ class Report:
 
     def compare(self, result: CompareResult) -> None:
         """A row for each run: what it held, then how fast it was and why it differs; * marks a column's best."""
+        from kvplan.jobs import compare as columns  # only this command has them
+
         first = next((run.result for run in result.runs if run.result is not None), None)
         if first is not None:
             self._say(_compare_headline(first, result.varied))
@@ -375,26 +377,23 @@ class Report:
             if run.result is None:
                 speed.add_row(label, *"-----", run.differs_by)
                 continue
-            kv, batch, times, best = run.result.kv, run.result.batch, run.result.latency, run.best
-            rate = run.result.throughput.output_tokens_per_s
+            kv = run.result.kv
             held.add_row(
                 label,
-                _led(format_share(kv.token_share), "kv.token_share", best),
+                _led(run, columns.TOKEN_SHARE, format_share),
                 format_share(kv.reserved_share),
                 format_share(kv.internal_fragmentation),
-                _led(format_share(kv.external_fragmentation), "kv.external_fragmentation", best),
+                _led(run, columns.HOLES, format_share),
                 format_share(kv.utilization.mean),
-                _led(f"{run.result.preemptions.events:,}", "preemptions.events", best),
-                _led(_one_digit(batch.running_mean), "batch.running_mean", best),
-                _led(_one_digit(batch.waiting_mean), "batch.waiting_mean", best),
+                _led(run, columns.PREEMPTIONS, format_count),
+                _led(run, columns.RUNNING, _one_digit),
+                _led(run, columns.WAITING, _one_digit),
             )
             speed.add_row(
                 label,
-                _led(format_share(run.result.prefix_cache.hit_rate), "prefix_cache.hit_rate", best),
-                _led(_one_digit(rate), "throughput.output_tokens_per_s", best),
-                _led(format_seconds(times.ttft_s.mean), "latency.ttft_s.mean", best),
-                _led(format_seconds(times.tpot_s.mean), "latency.tpot_s.mean", best),
-                _led(format_seconds(times.e2e_s.mean), "latency.e2e_s.mean", best),
+                _led(run, columns.HIT_RATE, format_share),
+                _led(run, columns.THROUGHPUT, _one_digit),
+                *(_led(run, column, format_seconds) for column in (columns.TTFT, columns.TPOT, columns.E2E)),
                 run.differs_by,
             )
         if first is not None:
@@ -999,9 +998,11 @@ def _compare_headline(result: SimulateResult, varied: Collection[str]) -> str:
     return ", ".join([what, *(f"{literal(settings[n].value)}{_mark(settings, n)}" for n in named)])
 
 
-def _led(text: str, path: str, best: Collection[str]) -> Text:
-    """A figure, marked where its run leads the column."""
-    return Text(f"{text}*", style="bold green") if path in best else Text(text)
+def _led(run: ComparedRun, column: Column, written: Callable[[float | None], str]) -> Text:
+    """The figure of a run in a column, marked where it leads."""
+    assert run.result is not None, "a run without figures has a row of its own"
+    text = written(column.of(run.result))
+    return Text(f"{text}*", style="bold green") if column.path in run.best else Text(text)
 
 
 def _one_digit(value: float | None) -> str:
