@@ -130,10 +130,10 @@ def test_each_reserves_its_own_way(reservation: Reservation, slots: int) -> None
     # Of 25 output tokens the paper says that 32 are reserved (section 6.1).
     engine = Contiguous(config(128, 64, reservation=reservation))
     engine.add(request("a", 10, 25))
-    assert engine.reserve(engine.waiting[0]) == slots
+    assert engine.slots_to_reserve(engine.waiting[0]) == slots
     engine.add(request("b", 50, 13))
     expected = {"orca-pow2": 64, "orca-oracle": 63}.get(reservation, 64)  # 50 + 16 is cut at the longest
-    assert engine.reserve(engine.waiting[1]) == expected
+    assert engine.slots_to_reserve(engine.waiting[1]) == expected
 
 
 @pytest.mark.parametrize(("used", "share"), [(50, 0.012), (200, 0.049), (1000, 0.244)])

@@ -178,7 +178,7 @@ class Contiguous:
             return "prompt_reaches_max_model_len"
         if request.input_tokens > self.config.max_num_batched_tokens:
             return "prompt_exceeds_max_num_batched_tokens"
-        slots = self.reserve(Member(request, (0, 0), self.config.max_model_len))
+        slots = self.slots_to_reserve(Member(request, (0, 0), self.config.max_model_len))
         if slots > self.config.largest_place:
             return "reservation_exceeds_pool"
         return None
@@ -192,7 +192,7 @@ class Contiguous:
 
     # What the engines differ in
 
-    def reserve(self, member: Member) -> int:
+    def slots_to_reserve(self, member: Member) -> int:
         """Slots that a sequence must have before it joins."""
         reservation, longest = self.config.reservation, self.config.max_model_len
         if reservation in ("static", "orca-max"):
@@ -289,7 +289,7 @@ class Contiguous:
             member = self.waiting[0]
             if member.request.input_tokens > budget:
                 return  # the next step goes on with it
-            start = self.memory.allocate(self.reserve(member))
+            start = self.memory.allocate(self.slots_to_reserve(member))
             if start is None:
                 self._head_is_blocked = True
                 break
@@ -346,7 +346,7 @@ class Contiguous:
 
     def _hole_slots(self) -> int:
         """Free slots, at a moment when the head needs no more than these and no piece holds it."""
-        return self.memory.lost_to_holes(self.reserve(self.waiting[0])) if self.waiting else 0
+        return self.memory.lost_to_holes(self.slots_to_reserve(self.waiting[0])) if self.waiting else 0
 
 
 class _Places:
