@@ -32,8 +32,6 @@ if TYPE_CHECKING:
 
 #: What the CPU pool of engine paged may take on each GPU: the default of vLLM 0.1 (``--swap-space 4``).
 DEFAULT_SWAP_SPACE = 4 * 2**30
-#: Tokens after which a sequence lets others go on, in round-robin.
-DEFAULT_QUANTUM = 64
 
 EnginePath = Literal["fast", "plain"]
 #: Settings of an engine that can be simulated.
@@ -122,7 +120,11 @@ def engine_config(
     scenario: SchedulerConfig | None,
     warnings: list[str],
 ) -> EngineConfig:
-    """The settings of an engine: as given, else those of a scenario, else its defaults."""
+    """The settings of an engine: as given, else those of a scenario, else its defaults.
+
+    Notes in ``resolver`` where each came from, and adds to ``warnings``. Raises `InputError` for settings that exclude
+    each other.
+    """
     for name, does in SIMULATED[engine.name].lacks.items():
         if does is not None:
             resolver.note(name, does, f"as engine {engine.name} does")
@@ -215,7 +217,7 @@ def _scheduler_config(
 
 def _paged_config(resolver: Resolver[SimulateOptions], pool: Pool) -> PagedConfig:
     """The settings of the paper's engine."""
-    from kvplan.core.engines.paged import PagedConfig
+    from kvplan.core.engines.paged import DEFAULT_QUANTUM, PagedConfig
 
     options, default = resolver.options, "default of engine paged"
     mode = resolver.choose("preemption_mode", "swap", default)

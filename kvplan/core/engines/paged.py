@@ -26,6 +26,9 @@ PagedPolicy = Literal["fcfs", "priority", "round-robin"]
 PreemptionMode = Literal["recompute", "swap"]
 Victim = Literal["most-generated", "last-come"]
 
+#: Tokens after which a sequence lets others go on, in round-robin.
+DEFAULT_QUANTUM = 64
+
 #: Where the KV of a group is.
 Place = Literal["nowhere", "gpu", "cpu"]
 
@@ -44,7 +47,7 @@ class PagedConfig:
     preemption_mode: PreemptionMode = "swap"
     num_cpu_blocks: int = 0
     victim: Victim = "most-generated"
-    quantum: int = 64
+    quantum: int = DEFAULT_QUANTUM
 
     @property
     def usable_blocks(self) -> int:
@@ -347,10 +350,10 @@ class Paged:
                 victim = max(self.running, key=self._victim_key)
                 need -= self._blocks_needed(victim)
                 self._stop(turn, victim)
-                self._evict(turn, victim, trigger, needed, left)
+                self._preempt(turn, victim, trigger, needed, left)
                 self._enqueue(victim)
             else:
-                self._evict(turn, paused, trigger, needed, left)
+                self._preempt(turn, paused, trigger, needed, left)
 
     def _victim_key(self, group: Group) -> tuple[int, int, int]:
         """The greatest goes first: by priority, then by tokens generated or not, then by arrival."""
@@ -393,7 +396,7 @@ class Paged:
             turn.new_blocks.setdefault(group, []).extend(new)
 
     def _stop(self, turn: Turn[Group], group: Group) -> None:
-        """Take a group's place."""
+        """Take its place from a group."""
         if group.decoding:
             turn.stopped_decoding.append(group)
             self._leave(group)
@@ -407,7 +410,7 @@ class Paged:
         """Of those who wait with their blocks in the pool the one whose turn comes last."""
         return next((group for group in reversed(self.paused) if group is not but), None)
 
-    def _evict(self, turn: Turn[Group], victim: Group, trigger: Group, needed: int, free: int) -> None:
+    def _preempt(self, turn: Turn[Group], victim: Group, trigger: Group, needed: int, free: int) -> None:
         """Free the blocks of a group that has no place: to the CPU if they are to go there and it has room."""
         memory = self.memory
         was_prefilling = victim in self.prefilling
@@ -543,7 +546,7 @@ class Paged:
             paused = self._last_paused(but=group)
             if paused is None:
                 return False
-            self._evict(turn, paused, group, need(), self.memory.free)
+            self._preempt(turn, paused, group, need(), self.memory.free)
         return True
 
     # Blocks
@@ -661,12 +664,10 @@ class Paged:
             if group not in self.prefilling or tails == 1:
                 empty += tails * (slots - group.computed)
                 continue
-            whole = group.request.input_tokens // self.config.block_size * self.config.block_size
-            filled = group.computed
-            if filled >= group.request.input_tokens:
-                filled += (tails - 1) * (
-                    group.request.input_tokens - whole
-                )  # copies of the prompt's last block
+            prompt, filled = group.request.input_tokens, group.computed
+            whole = prompt // self.config.block_size * self.config.block_size
+            if filled >= prompt:
+                filled += (tails - 1) * (prompt - whole)  # copies of the prompt's last block
             empty += whole + tails * (slots - whole) - filled
         return empty, waste
 
