@@ -142,7 +142,10 @@ def compare_with(
     jobs: int | None = None,
     on_done: Callable[[int, int], None] | None = None,
 ) -> CompareResult:
-    """Run ``options`` once with each of the ``changes``; ``on_done`` is told how many runs are done, of how many."""
+    """Run ``options`` once with each of the ``changes``; ``on_done`` is told how many runs are done, of how many.
+
+    An interrupt gives the runs that were finished. Raises `InputError` as `compare` does.
+    """
     if source == "-":
         raise InputError(
             "standard input cannot be read several times", where="TRACE", hint="save the trace to a file"

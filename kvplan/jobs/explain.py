@@ -54,7 +54,7 @@ def explain(topic: str, **options: object) -> Explanation:
 
 
 def explain_with(topic: str, options: ExplainOptions) -> Explanation:
-    """`explain` with its options in one object."""
+    """`explain` with its options in one object. Raises `InputError`."""
     if topic not in TOPICS:
         raise unknown_name("topic", topic, TOPICS, where="TOPIC", listing="kvplan explain")
     check_options(options)

@@ -244,7 +244,8 @@ class Simulation:
 
         ``observers`` see every step with all who decode, for which the plain engine serves; ``turns`` see turns as
         they come, and ``on_request`` what became of each request when it ends. ``path`` is ``fast`` or ``plain``;
-        both decide the same.
+        both decide the same. Raises `InputError` for wrong lines of the trace, and where a ``map`` asks for a step or a
+        request that is not to be seen.
         """
         plan, trace = self._plan, self.trace
         path = path or ("plain" if observers or map is not None else "fast")
@@ -542,7 +543,7 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
 
 
 def check_simulated(served: Served) -> None:
-    """Refuse what can be sized but not simulated yet."""
+    """Refuse what can be sized but not simulated yet. Raises `InputError`."""
     groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
     if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
         kinds = ", ".join(dict.fromkeys(cache.kind for cache, _ in served.spec.attention))
