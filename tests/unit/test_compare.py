@@ -117,10 +117,10 @@ def test_varying_the_block_size_holds_the_bytes_of_the_pool(trace: str) -> None:
 
 
 def test_every_engine_has_the_same_slots_where_blocks_are_given(trace: str) -> None:
-    engines = ["vllm", "static", "orca-max", "orca-pow2", "orca-oracle"]
+    engines = ["vllm", "paged", "static", "orca-max", "orca-pow2", "orca-oracle"]
     result = compare(trace, engines=engines, **SMALL)
     pools = [run.result.kv for run in result.runs if run.result is not None]
-    assert [pool.num_gpu_blocks * pool.block_size for pool in pools] == [1024] * 5
+    assert [pool.num_gpu_blocks * pool.block_size for pool in pools] == [1024] * 6
 
 
 def test_the_best_of_a_column_is_marked_and_the_others_say_why_they_differ(trace: str) -> None:
