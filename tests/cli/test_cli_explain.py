@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -70,9 +71,23 @@ def test_settings_that_were_given_are_told_from_those_assumed(cli: Cli) -> None:
     assert lines[1].startswith("kv_cache_dtype fp8; assumed: model llama-2-13b")
 
 
-def test_an_explanation_warns_as_size_does(cli: Cli) -> None:
-    command = "--engine vllm@0.24"
-    assert cli(f"explain formula {command}").err == cli(f"size llama-2-13b {command}").err
+def test_an_explanation_warns_as_size_does(cli: Cli, tmp_path: Path) -> None:
+    stretched = {
+        "architectures": ["Phi3ForCausalLM"],
+        "hidden_size": 3072,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "vocab_size": 32064,
+        "torch_dtype": "bfloat16",
+        "max_position_embeddings": 131072,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(stretched))
+    warned = cli("explain formula --model c.json").err
+    assert warned.startswith("kvplan: warning: the engine starts at the 4,096 tokens before LongRoPE")
+    assert warned == cli("size c.json").err
 
 
 # Maps
@@ -99,8 +114,6 @@ def test_a_map_changes_nothing_else(cli: Cli) -> None:
 
 @pytest.mark.usefixtures("scenario")
 def test_a_map_of_events_is_of_the_step_that_the_events_name(cli: Cli, tmp_path: Path) -> None:
-    import json
-
     found = cli(f"simulate {PREEMPT} --map --at-step 8 --events e.jsonl --json").document["map"]
     lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().splitlines()]
     (line,) = [one for one in lines if one["step"] == 8]
