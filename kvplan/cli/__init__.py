@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import copy
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import typer
 
@@ -20,6 +20,9 @@ from kvplan.cli import audit, catalogues, check, compare, explain, simulate, siz
 from kvplan.cli.options import LightGroup
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
+
+if TYPE_CHECKING:
+    from typer.models import CommandInfo
 
 #: Click's exceptions, whichever Click it is that Typer brings.
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__bases__[0]
@@ -33,7 +36,6 @@ _LATER = {
     *("--report", "--seed"),
     *("trace", "kernel-bench"),
 }
-_COMMANDS = ("size", "simulate", "compare", "check", "audit", "explain", "models", "gpus")
 
 app = typer.Typer(
     name="kvplan",
@@ -101,12 +103,17 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def _application(arguments: Sequence[str]) -> typer.Typer:
     """The application with the command that is asked for alone: Typer takes longer to build all than to run one."""
-    asked = [command for command in app.registered_commands if command.name in arguments[:1]]
+    asked = _asked(arguments)
     if not asked:
         return app
     alone = copy(app)
     alone.registered_commands = asked
     return alone
+
+
+def _asked(arguments: Sequence[str]) -> list[CommandInfo]:
+    """The command that the first argument names, if there is one."""
+    return [command for command in app.registered_commands if command.name in arguments[:1]]
 
 
 def _run(arguments: list[str]) -> int:
@@ -140,7 +147,7 @@ def _from_click(error: Exception, arguments: Sequence[str]) -> InputError:
     """A usage error in our own form."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "kvplan"
-    if command == "kvplan" and arguments and arguments[0] in _COMMANDS:
+    if command == "kvplan" and _asked(arguments):
         command = f"kvplan {arguments[0]}"  # the parser of options does not say whose they are
     message = error.format_message() if hasattr(error, "format_message") else str(error)
     asked = re.search(r"No such (?:option|command):? '?([-a-z]+)", message)
