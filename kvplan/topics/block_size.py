@@ -10,6 +10,8 @@ from kvplan.units import format_share
 _WORKLOAD = "chat"
 #: Slots of the pool, whatever its blocks: enough that nothing is evicted and nobody preempted.
 _POOL_TOKENS = 1 << 20
+#: Longer than any request of the workload.
+_LONGEST = 1 << 17
 
 
 def explain(example: Example) -> Explanation:
@@ -21,9 +23,7 @@ def explain(example: Example) -> Explanation:
     wastes: dict[int, float] = {}
     for size in sizes:
         blocks = max(2, _POOL_TOKENS // size + 1)
-        found = simulate(
-            _WORKLOAD, num_gpu_blocks_override=blocks, block_size=size, max_model_len=_POOL_TOKENS // 8
-        )
+        found = simulate(_WORKLOAD, num_gpu_blocks_override=blocks, block_size=size, max_model_len=_LONGEST)
         shares = found.kv
         empty = (shares.internal_fragmentation or 0.0) + (shares.reserved_share or 0.0)
         wastes[size] = empty

@@ -114,7 +114,7 @@ class Contiguous:
             _Places(config.usable_blocks) if self._is_static else BuddyAllocator(config.usable_blocks)
         )
         self._starts: dict[Member, int] = {}
-        self._watched = watched
+        self._is_watched = watched
         self._num_added = 0
         self._num_admitted = 0
         #: Tokens that those who are not done will have computed in the end.
@@ -153,7 +153,7 @@ class Contiguous:
 
         Places of a static batch are shown in the order in which they were given.
         """
-        assert self._watched, "who leaves is noted for watched engines only"
+        assert self._is_watched, "who leaves is noted for watched engines only"
         return PoolPicture(1, 0, self.config.usable_blocks, [*self._left, *self._holdings(self.running)])
 
     def _holdings(self, members: Iterable[Member]) -> Iterator[Holding]:
@@ -210,7 +210,7 @@ class Contiguous:
 
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if nothing but decodes can be in it, else None."""
-        if self._watched or not self.cohort.size or (self.waiting and not self._is_blocked()):
+        if self._is_watched or not self.cohort.size or (self.waiting and not self._is_blocked()):
             return None
         return self.cohort.size, self.cohort.context
 
@@ -255,7 +255,7 @@ class Contiguous:
         cohort = self.cohort
         turn: Turn[Member] = Turn()
         self._left = []
-        decoding = [member for member in self.running if member.decoding] if self._watched else []
+        decoding = [member for member in self.running if member.decoding] if self._is_watched else []
         self._admit_waiting(turn)
         work = turn.work
         work.decodes = work.sampled = turn.scheduled_tokens = cohort.size
@@ -275,7 +275,7 @@ class Contiguous:
         turn.running, turn.waiting = len(self.running), len(self.waiting)
         turn.decoders = cohort.size
         self._settle(turn)
-        if self._watched:
+        if self._is_watched:
             turn.decoders = 0
             turn.scheduled[:0] = [(member, 1) for member in decoding]
             turn.sampled[:0] = decoding
@@ -331,7 +331,7 @@ class Contiguous:
         if self._is_static:
             done = list(self.running) if not self.cohort.size else []
             self._is_closed = self.cohort.size > 0 and self._is_closed
-        if self._watched:
+        if self._is_watched:
             self._left = list(self._holdings(done))
         for member in done:
             del self.running[member]
