@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
-from kvplan.core.kv_cache import KV_DTYPE_BYTES, STATES, FullAttention, SlidingWindow
+from kvplan.core.kv_cache import (
+    KV_DTYPE_BYTES,
+    STATES,
+    ChunkedLocal,
+    CrossAttention,
+    FullAttention,
+    LatentAttention,
+    SlidingWindow,
+)
 from kvplan.topics.example import Example
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Formula, Part, Prose, Table, Value
 from kvplan.units import format_bytes
+
+#: Kinds that keep a key and a value for each KV head.
+_OF_HEADS = (FullAttention, SlidingWindow, ChunkedLocal, CrossAttention)
 
 
 def explain(example: Example) -> Explanation:
@@ -15,9 +26,16 @@ def explain(example: Example) -> Explanation:
     seq = example.seq()
     form = served.deployment.cache
     element = KV_DTYPE_BYTES.get(form.kv_cache_dtype)
-    parts: list[Part] = [
-        Prose("Each layer keeps a key and a value of every token, for each of its KV heads."),
-    ]
+    parts: list[Part] = []
+    if any(isinstance(cache, _OF_HEADS) for cache, _ in spec.attention):
+        parts.append(Prose("Each layer keeps a key and a value of every token, for each of its KV heads."))
+    if any(isinstance(cache, LatentAttention) for cache, _ in spec.attention):
+        parts.append(
+            Prose(
+                "Latent attention (mla) keeps one vector of every token in a layer, from which the keys and values of "
+                "all heads are made, and a rotary part that they share."
+            )
+        )
     for cache, layers in spec.attention:
         if isinstance(cache, (FullAttention, SlidingWindow)) and element is not None:
             window = isinstance(cache, SlidingWindow)
@@ -26,6 +44,13 @@ def explain(example: Example) -> Explanation:
                     f"{layers} layers x {cache.num_kv_heads} KV heads x (key {cache.head_dim} + value "
                     f"{cache.value_size}) x {element} B = {cache.page_bytes(1, form) * layers:,} B"
                     + (" in the window" if window else "")
+                )
+            )
+        elif isinstance(cache, LatentAttention) and cache.row_bytes(form) == cache.elements * (element or 0):
+            parts.append(
+                Formula(
+                    f"{layers} layers x (latent {cache.kv_lora_rank} + rotary {cache.qk_rope_head_dim}) x {element} B "
+                    f"= {cache.row_bytes(form) * layers:,} B"
                 )
             )
         elif isinstance(cache, STATES):
@@ -78,7 +103,13 @@ def explain(example: Example) -> Explanation:
         parts,
         [
             f"1,000 tokens are {size:,} B: {size / (1 << 30):.3f} GiB or {size / 10**9:.3f} GB "
-            f"({format_bytes(size)}). A text with another figure, such as {size / (1 << 20) / 1000:.2f}, has divided "
+            f"({format_bytes(size)}). A text with another figure, such as {_mixed(size)}, has divided "
             "by 1,024 and by 1,000 in turn."
         ],
     )
+
+
+def _mixed(size: int) -> str:
+    """Neither GiB nor GB, but MiB over 1,000; with as many digits as tell it from both."""
+    rounded = [f"{amount:.2f}" for amount in (size / (1 << 20) / 1000, size / (1 << 30), size / 10**9)]
+    return rounded[0] if rounded[0] not in rounded[1:] else f"{size / (1 << 20) / 1000:.3f}"

@@ -11,7 +11,7 @@ import pytest
 import kvplan
 from kvplan.errors import InputError
 from kvplan.jobs.explain import TOPICS
-from kvplan.topics.parts import Explanation, Figures, Grid, Table, Timeline
+from kvplan.topics.parts import Explanation, Figures, Formula, Grid, Prose, Table, Timeline
 
 TOKEN, BLOCK = 819_200, 13_107_200
 
@@ -99,6 +99,16 @@ def test_the_formula_knows_grouped_heads_windows_and_states() -> None:
     windows = explain("formula", model="gemma-3-27b")
     assert windows.figure("bytes_per_token") == 10 * 16 * 256 * 2
     assert windows.figure("fixed_bytes_per_sequence") == 52 * 1024 * 16 * 256 * 2
+
+
+def test_the_formula_of_latents_speaks_of_no_heads() -> None:
+    latent = explain("formula", model="deepseek-v3")
+    texts = [part.text for part in latent.parts if isinstance(part, (Prose, Formula))]
+    assert "61 layers x (latent 512 + rotary 64) x 2 B = 70,272 B" in texts
+    assert not any("KV heads" in text for text in texts)
+    assert "such as 0.067," in latent.notes[0], "0.07 would be right, in GB"
+    packed = explain("formula", model="deepseek-v3", kv_cache_dtype="fp8_ds_mla")
+    assert "61 layers of mla: 40,016 B a token" in [p.text for p in packed.parts if isinstance(p, Formula)]
 
 
 # waste
