@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvplan.core.kv_cache import (
     KV_DTYPE_BYTES,
     STATES,
+    Cache,
+    CacheFormat,
     ChunkedLocal,
     CrossAttention,
     FullAttention,
@@ -28,7 +30,12 @@ def explain(example: Example) -> Explanation:
     element = KV_DTYPE_BYTES.get(form.kv_cache_dtype)
     parts: list[Part] = []
     if any(isinstance(cache, _OF_HEADS) for cache, _ in spec.attention):
-        parts.append(Prose("Each layer keeps a key and a value of every token, for each of its KV heads."))
+        who = (
+            "Each layer of attention"
+            if any(isinstance(cache, STATES) for cache, _ in spec.attention)
+            else "Each layer"
+        )
+        parts.append(Prose(f"{who} keeps a key and a value of every token, for each of its KV heads."))
     if any(isinstance(cache, LatentAttention) for cache, _ in spec.attention):
         parts.append(
             Prose(
@@ -57,8 +64,7 @@ def explain(example: Example) -> Explanation:
             state = cache.payload_bytes(1, form) * layers
             parts.append(Formula(f"{layers} layers of {cache.kind}: {state:,} B a sequence, however long"))
         else:
-            row = cache.payload_bytes(128, form) * layers / 128
-            parts.append(Formula(f"{layers} layers of {cache.kind}: {row:,.0f} B a token"))
+            parts.append(Formula(f"{layers} layers of {cache.kind}: {_growth(cache, layers, form)}"))
     more = " more, once windows are full" if kv.fixed_bytes_per_sequence else ""
     figures = [
         Figure("bytes_per_token", f"a token{more}", kv.bytes_per_token, "exact_bytes"),
@@ -109,7 +115,18 @@ def explain(example: Example) -> Explanation:
     )
 
 
+def _growth(cache: Cache, layers: int, form: CacheFormat) -> str:
+    """What a long sequence takes: bytes of one more token, or, of what keeps no more than a window, all of them."""
+    long = 1 << 20
+    size = cache.payload_bytes(long, form) * layers
+    more = (cache.payload_bytes(2 * long, form) * layers - size) / long
+    return f"{more:,.0f} B a token" if more else f"{size:,} B a sequence, once windows are full"
+
+
 def _mixed(size: int) -> str:
     """Neither GiB nor GB, but MiB over 1,000; with as many digits as tell it from both."""
-    rounded = [f"{amount:.2f}" for amount in (size / (1 << 20) / 1000, size / (1 << 30), size / 10**9)]
-    return rounded[0] if rounded[0] not in rounded[1:] else f"{size / (1 << 20) / 1000:.3f}"
+    wrong, *right = (size / unit for unit in (1000 << 20, 1 << 30, 10**9))
+    digits = 2
+    while size and f"{wrong:.{digits}f}" in [f"{amount:.{digits}f}" for amount in right]:
+        digits += 1
+    return f"{wrong:.{digits}f}"
