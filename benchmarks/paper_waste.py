@@ -27,7 +27,7 @@ PAPER = {
     "orca-max": (20.4, 13.3, 57.3, 8.9),
     "orca-pow2": (26.8, 17.9, 13.6, 41.6),
     "orca-oracle": (38.2, 25.2, 0.0, 36.6),
-    "vllm": (96.3, None, None, None),
+    "paged": (96.3, None, None, None),
 }
 LONGEST = 2048
 
@@ -62,7 +62,7 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     parser.add_argument("--rate", type=float, default=4.0, help="requests a second; every engine has a queue")
     parser.add_argument("--spread", type=float, default=0.75, help="sigma of the output lengths")
-    parser.add_argument("--engines", default="static,orca-max,orca-pow2,orca-oracle,vllm")
+    parser.add_argument("--engines", default="static,orca-max,orca-pow2,orca-oracle,paged,vllm")
     parser.add_argument("--jobs", type=int)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
