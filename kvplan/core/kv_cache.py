@@ -265,6 +265,11 @@ class LatentAttention(NamedTuple):
         """The name of this kind."""
         return "mla"
 
+    @property
+    def elements(self) -> int:
+        """Numbers of one token: latent and rotary part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
     def page_bytes(self, block_size: int, form: CacheFormat) -> int:
         """Tokens x (latent + rotary part), or the packed row of a ``ds_mla`` form."""
         return block_size * self.row_bytes(form)
@@ -274,7 +279,7 @@ class LatentAttention(NamedTuple):
         packed = _LATENT_PACKED.get(form.kv_cache_dtype)
         if packed is not None:
             return packed
-        elements = self.kv_lora_rank + self.qk_rope_head_dim
+        elements = self.elements
         if form.is_ggml:
             # A latent is a key alone: the value is a part of it (llama-kv-cache.cpp, no V for MLA).
             return _ggml_bytes(elements, _ggml_types(form)[0])

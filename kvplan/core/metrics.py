@@ -292,7 +292,9 @@ class _Totals:
     """Counts of requests and their tokens, kept as they come so that no request need be."""
 
     arrived: int = 0
+    arrived_samples: int = 0
     finished: int = 0
+    finished_samples: int = 0
     truncated: int = 0
     unfinished: int = 0
     preempted: int = 0
@@ -369,6 +371,7 @@ class Metrics:
         totals = self._totals
         record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
         totals.arrived += 1
+        totals.arrived_samples += request.samples
         if record.measured:
             if self.window_end is not None and request.arrival <= self.window_end:
                 totals.asked += 1
@@ -485,6 +488,7 @@ class Metrics:
     def _note_finish(self, record: RequestRecord, end: int) -> None:
         totals, request = self._totals, record.request
         totals.finished += 1
+        totals.finished_samples += request.samples
         totals.truncated += record.output_tokens < request.output_tokens
         if self.window_start is not None and end >= self.window_start:
             totals.finished_inside += 1
@@ -552,6 +556,12 @@ class Metrics:
         if self.window_start is None or self.window_end is None:
             return None
         return self._seconds(self.window_end - self.window_start + self.warmup)
+
+    @property
+    def finished_share(self) -> float:
+        """Sequences that finished, of all that arrived; alike whether samples come as one request or as many."""
+        totals = self._totals
+        return totals.finished_samples / totals.arrived_samples if totals.arrived_samples else 1.0
 
     def request_counts(self) -> RequestCounts:
         """How the requests ended."""

@@ -367,11 +367,11 @@ def _leaders(column: Column, results: Sequence[SimulateResult]) -> list[Simulate
 
 
 def _fastest(results: Sequence[SimulateResult]) -> SimulateResult | None:
-    """The run that finished most; of these the one with the shortest time to the last token, or the fewest waiting."""
+    """The run that finished the largest share; of these the one with the shortest time, or the fewest waiting."""
 
     def rank(result: SimulateResult) -> tuple[float, ...]:
         known = [column.of(result) for column in (E2E, WAITING, PREEMPTIONS)]
-        return (-result.requests.finished, *(float("inf") if value is None else value for value in known))
+        return (-result.finished_share, *(float("inf") if value is None else value for value in known))
 
     return min(results, key=rank, default=None)
 
@@ -386,9 +386,9 @@ def why(result: SimulateResult, fastest: SimulateResult) -> str:
         return "fastest"
     if result.simulation["status"] == "stuck":
         return "stuck"
-    lacking = fastest.requests.finished - result.requests.finished
+    lacking = fastest.finished_share - result.finished_share
     if lacking > 0:
-        return f"{lacking:,} fewer finished"
+        return f"{max(1, round(lacking * result.requests.total)):,} fewer finished"
     slower, waiting, lost = _parts(result, fastest)
     if slower is None:
         return _why_without_a_clock(result, fastest)

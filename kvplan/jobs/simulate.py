@@ -75,14 +75,16 @@ class Profile:
 class SimulateResult:
     """What a trace did to the KV cache and the scheduler.
 
-    ``records`` has each request's own times in ticks of ``seconds_per_tick`` seconds (None: steps), in order of
-    arrival; empty unless they were asked for.
+    ``finished_share`` counts each sample, so that engines which take samples together and those which take them as
+    requests can be compared. ``records`` has each request's own times in ticks of ``seconds_per_tick`` seconds (None:
+    steps), in order of arrival; empty unless they were asked for.
     """
 
     config: Settings
     simulation: dict[str, object]
     trace: dict[str, object]
     requests: figures.RequestCounts
+    finished_share: float
     steps: int
     scheduled_tokens: int
     duration_s: float | None
@@ -336,6 +338,7 @@ def _result(
         },
         trace=trace.to_dict(),
         requests=counts,
+        finished_share=metrics.finished_share,
         steps=metrics.steps,
         scheduled_tokens=metrics.scheduled_tokens,
         duration_s=metrics.duration_s,

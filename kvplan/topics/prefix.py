@@ -43,10 +43,14 @@ def explain(example: Example) -> Explanation:
     alone, together = runs["each its own"], runs["shared"]
     whole, tail = shared // size, shared % size
     prefix = whole * block
-    notes = [
-        f"The prefix alone is saved to 1 - 1/{count} = {format_share(1 - 1 / count)}; with the tails, which nobody "
-        f"shares, the requests save {format_share(1 - together.peak_blocks / alone.peak_blocks)}."
-    ]
+    saved_blocks = alone.peak_blocks - together.peak_blocks
+    saved_of_prefix = saved_blocks / (count * whole) if whole else 0.0
+    notes = []
+    if whole:
+        notes.append(
+            f"The prefix alone is saved to 1 - 1/{count} = {format_share(saved_of_prefix)}; with the tails, which "
+            f"nobody shares, the requests save {format_share(saved_blocks / alone.peak_blocks)}."
+        )
     if tail:
         notes.append(
             f"{shared:,} tokens are {whole:,} blocks and {tail} tokens. Only whole blocks are shared: each request "
@@ -80,17 +84,17 @@ def explain(example: Example) -> Explanation:
                 (
                     Figure("prefix_bytes", "the prefix, once", prefix, "exact_bytes"),
                     Figure("prefix_bytes_of_all", f"{count} times", count * prefix, "exact_bytes"),
-                    Figure("prefix_saved_share", "saved of it", 1 - 1 / count, "share"),
+                    Figure("prefix_saved_share", "saved of it", saved_of_prefix, "share"),
                     Figure(
                         "saved_bytes",
                         "saved of all",
-                        (alone.peak_blocks - together.peak_blocks) * block,
+                        saved_blocks * block,
                         "exact_bytes",
                     ),
                     Figure(
                         "saved_share",
                         "which is",
-                        1 - together.peak_blocks / alone.peak_blocks,
+                        saved_blocks / alone.peak_blocks,
                         "share",
                     ),
                     Figure(

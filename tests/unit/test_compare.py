@@ -152,6 +152,17 @@ def test_a_word_names_the_largest_part_of_the_difference(
     assert words(result) == ["fastest", word]
 
 
+def test_samples_are_no_requests_that_others_lack(tmp_path: Path) -> None:
+    # One request is rejected: to the paged engine that is 1 of 9, to vllm, which takes samples as requests, 3 of 27.
+    path = tmp_path / "samples.jsonl"
+    path.write_text("".join(LINE % (f"r{i}", i, 500 if i == 4 else 20, 30) for i in range(9)))
+    result = compare(str(path), engines=["vllm", "paged", "static"], n=3, **SMALL)
+    finished = [run.result.requests.finished for run in result.runs if run.result is not None]
+    assert finished == [24, 8, 24]
+    assert {run.result.finished_share for run in result.runs if run.result is not None} == {8 / 9}
+    assert not any("fewer finished" in word for word in words(result))
+
+
 def test_preemptions_are_named_where_they_cost_the_most(tmp_path: Path) -> None:
     # Two at a time with room for less than two whole sequences; nobody else waits.
     path = tmp_path / "two.jsonl"

@@ -11,7 +11,7 @@ import pytest
 import kvplan
 from kvplan.errors import InputError
 from kvplan.jobs.explain import TOPICS
-from kvplan.topics.parts import Explanation, Figures, Grid, Table, Timeline
+from kvplan.topics.parts import Explanation, Figures, Formula, Grid, Prose, Table, Timeline
 
 TOKEN, BLOCK = 819_200, 13_107_200
 
@@ -101,6 +101,33 @@ def test_the_formula_knows_grouped_heads_windows_and_states() -> None:
     assert windows.figure("fixed_bytes_per_sequence") == 52 * 1024 * 16 * 256 * 2
 
 
+def test_the_formula_says_what_grows_and_what_does_not() -> None:
+    found = explain("formula", model="deepseek-v4-flash")
+    texts = [part.text.split(": ") for part in found.parts if isinstance(part, Formula)]
+    fixed = [int(text.split()[0].replace(",", "")) for _, text in texts if "once windows are full" in text]
+    growing = [float(text.split()[0].replace(",", "")) for _, text in texts if text.endswith("B a token")]
+    assert sum(fixed) == found.figure("fixed_bytes_per_sequence")
+    assert sum(growing) == pytest.approx(found.figure("bytes_per_token"), abs=1.5), "each is rounded"
+    assert "0.018 GiB or 0.019 GB" in found.notes[0]
+    assert "such as 0.0184," in found.notes[0]
+
+
+def test_the_formula_gives_no_keys_to_layers_that_keep_a_state() -> None:
+    first = explain("formula", model="nemotron-h-8b").parts[0]
+    assert isinstance(first, Prose)
+    assert first.text.startswith("Each layer of attention keeps a key")
+
+
+def test_the_formula_of_latents_speaks_of_no_heads() -> None:
+    latent = explain("formula", model="deepseek-v3")
+    texts = [part.text for part in latent.parts if isinstance(part, (Prose, Formula))]
+    assert "61 layers x (latent 512 + rotary 64) x 2 B = 70,272 B" in texts
+    assert not any("KV heads" in text for text in texts)
+    assert "such as 0.067," in latent.notes[0], "0.07 would be right, in GB"
+    packed = explain("formula", model="deepseek-v3", kv_cache_dtype="fp8_ds_mla")
+    assert "61 layers of mla: 40,016 B a token" in [p.text for p in packed.parts if isinstance(p, Formula)]
+
+
 # waste
 
 
@@ -170,6 +197,9 @@ def test_what_fills_no_block_is_shared_by_nobody() -> None:
     found = explain("prefix", shared_prefix=2007)
     assert row(found, "runs", 1)["shared_blocks"] == 125
     assert "125 blocks and 7 tokens" in found.notes[1]
+    nothing = explain("prefix", shared_prefix=5)
+    assert (nothing.figure("prefix_saved_share"), nothing.figure("saved_bytes")) == (0.0, 0)
+    assert [note for note in nothing.notes if "is saved" in note] == []
 
 
 # batching
