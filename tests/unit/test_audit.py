@@ -197,7 +197,7 @@ def test_a_quantized_cache_of_llama_cpp() -> None:
 def test_models_are_found_by_the_names_that_logs_have() -> None:
     for name in (
         "/models/Llama-3.1-8B-Instruct/",
-        "/root/.cache/huggingface/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f2",
+        "/models/hub/models--meta-llama--Llama-3.1-8B-Instruct/snapshots/0e9e39f2",
         "Meta Llama 3.1 8B Instruct",
     ):
         log = read_log(
