@@ -565,6 +565,13 @@ class Report:
                 )
                 name = ""
         self._show(table)
+        for check in report.checks:
+            # Of a check about a deployment, what is to be mended stands in another file.
+            places = {v.deployment: v for v in check.verdicts if v.deployment and not v.passed}
+            for (file, line, _), verdict in places.items():
+                self._say(
+                    f"{literal(check.name)}: see {literal(file)}:{line} ({literal(report.path)}:{verdict.line})"
+                )
         self._say(
             f"{report.passed} of {len(report.checks)} {'check passes' if len(report.checks) == 1 else 'checks pass'}"
         )

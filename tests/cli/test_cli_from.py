@@ -97,6 +97,11 @@ def test_annotations_point_at_the_deployment(cli: Cli) -> None:
     ]
 
 
+def test_the_table_names_the_line_of_the_deployment(cli: Cli) -> None:
+    outcome = cli("check ci/c.yaml")
+    assert "what we ship: see deploy/compose.yaml:5 (ci/c.yaml:8)" in outcome.out
+
+
 def test_json_and_junit_name_the_line_of_the_deployment(cli: Cli, folder: Path) -> None:
     outcome = cli("check ci/c.yaml --json --junit j.xml")
     first, second = outcome.document["checks"][0]["verdicts"]
