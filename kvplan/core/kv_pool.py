@@ -118,17 +118,49 @@ class Pool(Protocol):
         """``(tokens, concurrency)`` as the engine prints them for its longest sequence."""
 
 
-class VllmPool:
+class CommonPool:
+    """What pools have in common unless they say otherwise: whole blocks of one size, and nothing beside them."""
+
+    null_blocks = 0
+
+    def __init__(self, deployment: Deployment, form: CacheFormat | None) -> None:
+        """``form`` replaces the deployment's own, to see the whole model instead of one rank."""
+        self._deployment = deployment
+        self._form = form or deployment.cache
+        self.block_size = deployment.block_size
+
+    def allocated_bytes(self: Pool, length: int, stage: Stage | None = None) -> int:
+        """Whole blocks."""
+        return self.bytes_per_block(stage) * self.blocks(length)
+
+    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
+        """What the utilization leaves: ceil(memory x utilization) - used (vLLM v1/worker/gpu_worker.py)."""
+        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
+
+    def share(self: Pool, available_bytes: int, stage: Stage) -> Share:
+        """Whole blocks (vLLM v1/core/kv_cache_planning.py)."""
+        block = self.bytes_per_block(stage)
+        blocks = available_bytes // block if block else 1
+        return Share(blocks, blocks * block)
+
+    def start_check_blocks(self, num_blocks: int) -> int:
+        """All blocks."""
+        return num_blocks
+
+    def token_line(self: Pool, num_blocks: int, max_model_len: int) -> tuple[int, float]:
+        """Tokens of all blocks, and how many of the longest sequence they hold."""
+        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
+
+
+class VllmPool(CommonPool):
     """vLLM's pool: blocks shared by groups of layers, by the rules of a version.
 
     Raises `InputError` for what that version refuses.
     """
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        """``form`` replaces the deployment's own, to see the whole model instead of one rank."""
-        self._deployment = deployment
+        super().__init__(deployment, form)
         self.rules = vllm_rules(deployment.version)
-        self._form = form or deployment.cache
         layers = [self._stored(item) for item in spec.layers]
         drafts = [self._stored(item) for item in deployment.drafts]
         caches = [item.cache for item in (*layers, *drafts)]
@@ -249,20 +281,6 @@ class VllmPool:
     def blocks(self, length: int) -> int:
         """Blocks that a sequence is given at most: every group takes its own."""
         return blocks_per_sequence(self.page_groups, self._need(length), self._form)
-
-    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
-        """Whole blocks: there is nothing beside them."""
-        return self.bytes_per_block(stage) * self.blocks(length)
-
-    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
-        """What the utilization leaves: ceil(memory x utilization) - used (v1/worker/gpu_worker.py)."""
-        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
-
-    def share(self, available_bytes: int, stage: Stage) -> Share:
-        """Whole blocks (v1/core/kv_cache_planning.py)."""
-        block = self.bytes_per_block(stage)
-        blocks = available_bytes // block if block else 1
-        return Share(blocks, blocks * block)
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """The groups, with their blocks for a sequence of this length."""

@@ -27,7 +27,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.kv_pool import CommonPool, Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
 from kvplan.core.weights import Stage
@@ -103,11 +103,9 @@ class LlamaCppRules(CommonRules):
         return _PADDING, ""
 
 
-class LlamaCppPool:
+class LlamaCppPool(CommonPool):
     """Cells of layers that keep all tokens, cells of windows beside them, and a state for each slot."""
 
-    null_blocks = 0
-    block_size = _PADDING
     formulas = Formulas(
         budget="memory - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="256 cells of the layers that keep all tokens",
@@ -120,8 +118,8 @@ class LlamaCppPool:
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        self._deployment = deployment
-        self._form = form or deployment.cache
+        super().__init__(deployment, form)
+        self.block_size = _PADDING
         all_cells = () if deployment.hybrid_kv_cache_manager else (SlidingWindow, ChunkedLocal)
         self._layers = keep_layers(
             "llama.cpp",
@@ -203,10 +201,6 @@ class LlamaCppPool:
     def start_check_blocks(self, num_blocks: int) -> int:
         """Blocks of one stream: a sequence cannot have more."""
         return num_blocks // self._streams
-
-    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
-        """Cells of the context, and how many of the longest sequence they hold."""
-        return num_blocks * _PADDING, num_blocks / max(1, self.blocks(max_model_len))
 
 
 def _pad(cells: int) -> int:
