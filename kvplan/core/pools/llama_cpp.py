@@ -141,16 +141,16 @@ class LlamaCppPool(CommonPool):
         The lines "KV buffer size" and "RS buffer size" of a start-up log add up to it.
         """
         each = _pad(-(-cells // self._streams))
+        slots = self._deployment.max_num_seqs if self._streams == 1 else 1
         layers, form = self._layers, self._form
         return (
             each * self._streams * row_bytes(layers.whole, form, stage)
-            + self._window_cells(each) * self._streams * row_bytes(layers.windows, form, stage)
+            + self._window_cells(each, slots) * self._streams * row_bytes(layers.windows, form, stage)
             + self._deployment.max_num_seqs * row_bytes(layers.states, form, stage)
         )
 
-    def _window_cells(self, cells: int) -> int:
+    def _window_cells(self, cells: int, slots: int = 1) -> int:
         """Cells of a stream's windows: a window for each slot in it and a batch (llama-kv-cache-iswa.cpp)."""
-        slots = self._deployment.max_num_seqs if self._streams == 1 else 1
         return _pad(min(cells, self._window * slots + self._deployment.max_num_batched_tokens))
 
     def blocks(self, length: int) -> int:
@@ -162,10 +162,9 @@ class LlamaCppPool(CommonPool):
     def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
         """Whole blocks, the windows of a context of this length, and a state."""
         cells, layers, form = _pad(length), self._layers, self._form
-        windows = _pad(min(cells, self._window + self._deployment.max_num_batched_tokens))
         return (
             cells * row_bytes(layers.whole, form, stage)
-            + windows * row_bytes(layers.windows, form, stage)
+            + self._window_cells(cells) * row_bytes(layers.windows, form, stage)
             + row_bytes(layers.states, form, stage)
         )
 
@@ -191,10 +190,9 @@ class LlamaCppPool(CommonPool):
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """Layers with all cells, windows and states."""
         layers, form = self._layers, self._form
-        windows = _pad(min(_pad(length), self._window + self._deployment.max_num_batched_tokens)) // _PADDING
         return (
             *as_group(layers.whole, form, _PADDING, -(-length // _PADDING)),
-            *as_group(layers.windows, form, _PADDING, windows),
+            *as_group(layers.windows, form, _PADDING, self._window_cells(length) // _PADDING),
             *as_group(layers.states, form, _PADDING, 1),
         )
 
