@@ -9,6 +9,7 @@ memory for each sequence.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 from kvplan.core.deployment import Deployment
 from kvplan.core.engine_rules import CommonRules
@@ -114,7 +115,12 @@ class PagedPool(CommonPool):
         """Blocks for all tokens, and as many as hold what is fixed."""
         if not self._rows:
             return 1
-        return -(-length // self.block_size) + -(-self._fixed_bytes(None) // self.bytes_per_block())
+        return -(-length // self.block_size) + self._fixed_blocks
+
+    @cached_property
+    def _fixed_blocks(self) -> int:
+        """Blocks that hold what is fixed for a sequence; kept, as searches ask for the blocks of many lengths."""
+        return -(-self._fixed_bytes(None) // self.bytes_per_block())
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """All layers in one group, and what is fixed."""
@@ -149,15 +155,10 @@ class ContiguousPool(PagedPool):
     counted in blocks, so that a number of them is the same memory as in the other engines.
     """
 
-    formulas = Formulas(
-        budget=PagedPool.formulas.budget,
-        block="block size x bytes of a token in all layers",
-        blocks="available // bytes per block = {available} // {block}",
+    formulas = PagedPool.formulas._replace(
         pages_source="Kwon et al. 2023, section 6.1",
         states_source="not in the paper: slots of their own",
         groups_source="Kwon et al. 2023, section 6.1",
-        budget_source=PagedPool.formulas.budget_source,
-        overhead_source=PagedPool.formulas.overhead_source,
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
