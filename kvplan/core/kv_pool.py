@@ -158,6 +158,19 @@ class VllmPool(CommonPool):
     Raises `InputError` for what that version refuses.
     """
 
+    null_blocks = 1
+    formulas = Formulas(
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
+        "overhead {overhead}",
+        block="the widest group's",
+        blocks="available // bytes per block = {available} // {block}",
+        pages_source="v1/kv_cache_interface.py",
+        states_source="model_executor/layers/mamba/mamba_utils.py",
+        groups_source="v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py",
+        budget_source="v1/worker/gpu_worker.py",
+        overhead_source="counted from shapes and start-up logs, docs/memory.md",
+    )
+
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
         super().__init__(deployment, form)
         self.rules = vllm_rules(deployment.version)
@@ -165,20 +178,23 @@ class VllmPool(CommonPool):
         drafts = [self._stored(item) for item in deployment.drafts]
         caches = [item.cache for item in (*layers, *drafts)]
         states = [cache for cache in caches if isinstance(cache, STATES)]
-        self._mode: StateMode = self.rules.state_mode(
+        #: What states are kept of a sequence.
+        self.state_mode: StateMode = self.rules.state_mode(
             prefix_caching=deployment.enable_prefix_caching,
             all_mamba=bool(states) and all(isinstance(c, (Mamba1State, Mamba2State)) for c in states),
             drafts=deployment.cache.num_speculative_tokens > 0,
         )
         self.checkpointed, checkpoint_tokens = self.rules.checkpoints(
-            self._mode, tuple(dict.fromkeys(cache.kind for cache in states)), deployment.compute_capability
+            self.state_mode,
+            tuple(dict.fromkeys(cache.kind for cache in states)),
+            deployment.compute_capability,
         )
         self.block_size = hybrid_block_size(
             layers,
             self._form,
             deployment.block_size,
             multiple=self.rules.state_block_multiple(
-                self._mode,
+                self.state_mode,
                 deployment.block_size,
                 has_latent=any(isinstance(cache, LatentAttention) for cache in caches),
                 chunk_size=spec.mamba_chunk_size,
@@ -195,7 +211,7 @@ class VllmPool(CommonPool):
                 layers,
                 self._form,
                 self.block_size,
-                state_block_size=deployment.max_model_len if self._mode == "none" else self.block_size,
+                state_block_size=deployment.max_model_len if self.state_mode == "none" else self.block_size,
                 drafts=drafts,
             ),
             self._form,
@@ -203,7 +219,8 @@ class VllmPool(CommonPool):
         )
         self._check_context()
         self._stages = pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size)
-        self._in_flight = self.rules.tokens_in_flight(
+        #: Tokens scheduled and not yet settled.
+        self.tokens_in_flight = self.rules.tokens_in_flight(
             deployment.max_num_batched_tokens,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
             async_scheduling=deployment.async_scheduling,
@@ -214,19 +231,6 @@ class VllmPool(CommonPool):
                 has_experts=spec.has_experts,
             ),
         )
-
-    null_blocks = 1
-    formulas = Formulas(
-        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
-        "overhead {overhead}",
-        block="the widest group's",
-        blocks="available // bytes per block = {available} // {block}",
-        pages_source="v1/kv_cache_interface.py",
-        states_source="model_executor/layers/mamba/mamba_utils.py",
-        groups_source="v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py",
-        budget_source="v1/worker/gpu_worker.py",
-        overhead_source="counted from shapes and start-up logs, docs/memory.md",
-    )
 
     def _stored(self, item: LayerCache) -> LayerCache:
         """The cache as this version stores it: older ones give values the size of keys (kv_cache_interface.py)."""
@@ -250,16 +254,6 @@ class VllmPool(CommonPool):
                 where="--decode-context-parallel-size",
                 hint="leave it out",
             )
-
-    @property
-    def state_mode(self) -> StateMode:
-        """What states are kept of a sequence."""
-        return self._mode
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """Tokens scheduled and not yet settled."""
-        return self._in_flight
 
     def bytes_per_block(self, stage: Stage | None = None) -> int:
         """Bytes of one block, in all layers or in those of a stage; raises `InputError` for a stage without any."""
@@ -349,12 +343,12 @@ class VllmPool(CommonPool):
         return -(-held // sized[0][0])
 
     def _need(self, length: int) -> Reservation:
-        blocks = self.rules.state_blocks(self._mode, self._form.num_speculative_tokens)
-        if self._mode == "all":
+        blocks = self.rules.state_blocks(self.state_mode, self._form.num_speculative_tokens)
+        if self.state_mode == "all":
             blocks += -(-length // self.block_size)
         return Reservation(
             length=length,
-            in_flight=self._in_flight,
+            in_flight=self.tokens_in_flight,
             extra=self.extra_tokens,
             state_blocks=blocks,
             checkpointed=self.checkpointed,
