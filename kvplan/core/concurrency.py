@@ -93,7 +93,7 @@ def prefix_sharing(pool: Pool, decode_context_parallel_size: int = 1) -> Sharing
     tokens still hold the prefix when a sequence is long, windows and states are each sequence's own.
     """
     groups = pool.groups(1)
-    unit = math.lcm(*(group.block_size for group in groups)) if groups else 1
+    unit = math.lcm(*(group.block_size for group in groups))
     whole = [group for group in groups if _KINDS_OF_ALL_TOKENS.issuperset(group.kinds)]
     return Sharing(
         unit=unit * decode_context_parallel_size, blocks=sum(unit // group.block_size for group in whole)

@@ -21,9 +21,9 @@ from kvplan.core.sizing import Capacity, KvSizes, Plan, WeightSizes
 def explain(plan: Plan, kv: KvSizes, weights: WeightSizes, capacity: Capacity | None) -> list[str]:
     """Each formula with this model's numbers; the last line is the verdict or, without a budget, the total."""
     deployment = plan.deployment
-    whole = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
     lines = [f"by the rules of {deployment.engine} {deployment.version}".rstrip()]
-    lines += [_cache_line(cache, count, whole, plan.pool.formulas) for cache, count in plan.spec.attention]
+    whole, formulas = plan.whole_form, plan.pool.formulas
+    lines += [_cache_line(cache, count, whole, formulas) for cache, count in plan.spec.attention]
     if deployment.drafts:
         lines.append(f"the draft adds {len(deployment.drafts)} caches of its own")
     lines.append(

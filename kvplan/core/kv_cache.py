@@ -319,7 +319,7 @@ class SparseIndexer(NamedTuple):
         """Bytes of one token."""
         if form.is_ggml:
             return _ggml_bytes(self.index_head_dim, _ggml_types(form)[0])
-        return self.index_head_dim + self.index_head_dim // 128 * 4
+        return _indexer_row_bytes(self.index_head_dim)
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """As full attention."""
@@ -372,11 +372,7 @@ class CompressedIndexer(NamedTuple):
     def page_bytes(self, block_size: int, form: CacheFormat) -> int:
         """States of a block x (key bytes + scales), rounded up to what the kernel reads."""
         states = block_size // self.tokens_per_state
-        return _round_up(states * self._row_bytes, _v4_alignment(form))
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.index_head_dim + self.index_head_dim // 128 * 4
+        return _round_up(states * _indexer_row_bytes(self.index_head_dim), _v4_alignment(form))
 
     def blocks(self, block_size: int, need: Reservation, form: CacheFormat) -> int:
         """As full attention."""
@@ -384,7 +380,7 @@ class CompressedIndexer(NamedTuple):
 
     def payload_bytes(self, length: int, form: CacheFormat) -> int:
         """Whole groups of tokens."""
-        return length // self.tokens_per_state * self._row_bytes
+        return length // self.tokens_per_state * _indexer_row_bytes(self.index_head_dim)
 
 
 class LatentWindow(NamedTuple):
@@ -742,6 +738,11 @@ def _no_form(dtype: str, kind: str) -> InputError:
     return InputError(
         f"{kind} has no KV cache of the form {dtype}", where="--kv-cache-dtype", hint="use auto or fp8"
     )
+
+
+def _indexer_row_bytes(head_dim: int) -> int:
+    """One token's key in fp8, with a scale in fp32 for each 128 elements."""
+    return head_dim + head_dim // 128 * 4
 
 
 def _full_blocks(block_size: int, need: Reservation, form: CacheFormat) -> int:

@@ -118,35 +118,83 @@ class Pool(Protocol):
         """``(tokens, concurrency)`` as the engine prints them for its longest sequence."""
 
 
-class VllmPool:
+class CommonPool:
+    """What pools have in common unless they say otherwise: whole blocks of one size, and nothing beside them."""
+
+    null_blocks = 0
+
+    def __init__(self, deployment: Deployment, form: CacheFormat | None) -> None:
+        """``form`` replaces the deployment's own, to see the whole model instead of one rank."""
+        self._deployment = deployment
+        self._form = form or deployment.cache
+        self.block_size = deployment.block_size
+
+    def allocated_bytes(self: Pool, length: int, stage: Stage | None = None) -> int:
+        """Whole blocks."""
+        return self.bytes_per_block(stage) * self.blocks(length)
+
+    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
+        """What the utilization leaves: ceil(memory x utilization) - used (vLLM v1/worker/gpu_worker.py)."""
+        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
+
+    def share(self: Pool, available_bytes: int, stage: Stage) -> Share:
+        """Whole blocks (vLLM v1/core/kv_cache_planning.py)."""
+        block = self.bytes_per_block(stage)
+        blocks = available_bytes // block if block else 1
+        return Share(blocks, blocks * block)
+
+    def start_check_blocks(self, num_blocks: int) -> int:
+        """All blocks."""
+        return num_blocks
+
+    def token_line(self: Pool, num_blocks: int, max_model_len: int) -> tuple[int, float]:
+        """Tokens of all blocks, and how many of the longest sequence they hold."""
+        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
+
+
+class VllmPool(CommonPool):
     """vLLM's pool: blocks shared by groups of layers, by the rules of a version.
 
     Raises `InputError` for what that version refuses.
     """
 
+    null_blocks = 1
+    formulas = Formulas(
+        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
+        "overhead {overhead}",
+        block="the widest group's",
+        blocks="available // bytes per block = {available} // {block}",
+        pages_source="v1/kv_cache_interface.py",
+        states_source="model_executor/layers/mamba/mamba_utils.py",
+        groups_source="v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py",
+        budget_source="v1/worker/gpu_worker.py",
+        overhead_source="counted from shapes and start-up logs, docs/memory.md",
+    )
+
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        """``form`` replaces the deployment's own, to see the whole model instead of one rank."""
-        self._deployment = deployment
+        super().__init__(deployment, form)
         self.rules = vllm_rules(deployment.version)
-        self._form = form or deployment.cache
         layers = [self._stored(item) for item in spec.layers]
         drafts = [self._stored(item) for item in deployment.drafts]
         caches = [item.cache for item in (*layers, *drafts)]
         states = [cache for cache in caches if isinstance(cache, STATES)]
-        self._mode: StateMode = self.rules.state_mode(
+        #: What states are kept of a sequence.
+        self.state_mode: StateMode = self.rules.state_mode(
             prefix_caching=deployment.enable_prefix_caching,
             all_mamba=bool(states) and all(isinstance(c, (Mamba1State, Mamba2State)) for c in states),
             drafts=deployment.cache.num_speculative_tokens > 0,
         )
         self.checkpointed, checkpoint_tokens = self.rules.checkpoints(
-            self._mode, tuple(dict.fromkeys(cache.kind for cache in states)), deployment.compute_capability
+            self.state_mode,
+            tuple(dict.fromkeys(cache.kind for cache in states)),
+            deployment.compute_capability,
         )
         self.block_size = hybrid_block_size(
             layers,
             self._form,
             deployment.block_size,
             multiple=self.rules.state_block_multiple(
-                self._mode,
+                self.state_mode,
                 deployment.block_size,
                 has_latent=any(isinstance(cache, LatentAttention) for cache in caches),
                 chunk_size=spec.mamba_chunk_size,
@@ -163,7 +211,7 @@ class VllmPool:
                 layers,
                 self._form,
                 self.block_size,
-                state_block_size=deployment.max_model_len if self._mode == "none" else self.block_size,
+                state_block_size=deployment.max_model_len if self.state_mode == "none" else self.block_size,
                 drafts=drafts,
             ),
             self._form,
@@ -171,7 +219,8 @@ class VllmPool:
         )
         self._check_context()
         self._stages = pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size)
-        self._in_flight = self.rules.tokens_in_flight(
+        #: Tokens scheduled and not yet settled.
+        self.tokens_in_flight = self.rules.tokens_in_flight(
             deployment.max_num_batched_tokens,
             pipeline_parallel_size=deployment.pipeline_parallel_size,
             async_scheduling=deployment.async_scheduling,
@@ -182,19 +231,6 @@ class VllmPool:
                 has_experts=spec.has_experts,
             ),
         )
-
-    null_blocks = 1
-    formulas = Formulas(
-        budget="ceil(memory x {utilization}) - weights {weights} - rotary tables and LoRA slots {extras} - "
-        "overhead {overhead}",
-        block="the widest group's",
-        blocks="available // bytes per block = {available} // {block}",
-        pages_source="v1/kv_cache_interface.py",
-        states_source="model_executor/layers/mamba/mamba_utils.py",
-        groups_source="v1/core/kv_cache_planning.py; before 0.33 v1/core/kv_cache_utils.py",
-        budget_source="v1/worker/gpu_worker.py",
-        overhead_source="counted from shapes and start-up logs, docs/memory.md",
-    )
 
     def _stored(self, item: LayerCache) -> LayerCache:
         """The cache as this version stores it: older ones give values the size of keys (kv_cache_interface.py)."""
@@ -219,16 +255,6 @@ class VllmPool:
                 hint="leave it out",
             )
 
-    @property
-    def state_mode(self) -> StateMode:
-        """What states are kept of a sequence."""
-        return self._mode
-
-    @property
-    def tokens_in_flight(self) -> int:
-        """Tokens scheduled and not yet settled."""
-        return self._in_flight
-
     def bytes_per_block(self, stage: Stage | None = None) -> int:
         """Bytes of one block, in all layers or in those of a stage; raises `InputError` for a stage without any."""
         size = bytes_per_block(self.page_groups, self._group_rules, self._layers(stage))
@@ -249,20 +275,6 @@ class VllmPool:
     def blocks(self, length: int) -> int:
         """Blocks that a sequence is given at most: every group takes its own."""
         return blocks_per_sequence(self.page_groups, self._need(length), self._form)
-
-    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
-        """Whole blocks: there is nothing beside them."""
-        return self.bytes_per_block(stage) * self.blocks(length)
-
-    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
-        """What the utilization leaves: ceil(memory x utilization) - used (v1/worker/gpu_worker.py)."""
-        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
-
-    def share(self, available_bytes: int, stage: Stage) -> Share:
-        """Whole blocks (v1/core/kv_cache_planning.py)."""
-        block = self.bytes_per_block(stage)
-        blocks = available_bytes // block if block else 1
-        return Share(blocks, blocks * block)
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """The groups, with their blocks for a sequence of this length."""
@@ -331,12 +343,12 @@ class VllmPool:
         return -(-held // sized[0][0])
 
     def _need(self, length: int) -> Reservation:
-        blocks = self.rules.state_blocks(self._mode, self._form.num_speculative_tokens)
-        if self._mode == "all":
+        blocks = self.rules.state_blocks(self.state_mode, self._form.num_speculative_tokens)
+        if self.state_mode == "all":
             blocks += -(-length // self.block_size)
         return Reservation(
             length=length,
-            in_flight=self._in_flight,
+            in_flight=self.tokens_in_flight,
             extra=self.extra_tokens,
             state_blocks=blocks,
             checkpointed=self.checkpointed,

@@ -195,7 +195,8 @@ class Plan:
         self.deployment = deployment
         self.pool = make_pool(spec, deployment, None)
         self.stages = tuple(stages or pipeline_stages(spec.num_layers, deployment.pipeline_parallel_size))
-        self._whole_form = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
+        #: How caches would be stored if one rank held all of the model.
+        self.whole_form = deployment.cache._replace(tensor_parallel_size=1, decode_context_parallel_size=1)
         self._make_pool = make_pool
 
     @property
@@ -206,8 +207,8 @@ class Plan:
     def kv_sizes(self, limiting: Stage) -> KvSizes:
         """The ``kv`` block, with the rank of that stage."""
         deployment = self.deployment
-        pool = self._make_pool(self.spec, deployment, self._whole_form)
-        whole = self._kv_bytes(pool, self._whole_form, None)
+        pool = self._make_pool(self.spec, deployment, self.whole_form)
+        whole = self._kv_bytes(pool, self.whole_form, None)
         ranks = deployment.tensor_parallel_size
         cluster = sum(self._growth(self.deployment.cache, stage) for stage in self.stages) * ranks
         return KvSizes(
@@ -236,7 +237,7 @@ class Plan:
 
     def replicated_bytes_per_token(self, stage: Stage) -> int:
         """Of `bytes_per_token`, what is beyond an even share of the stage; rounded up."""
-        share = self._growth(self._whole_form, stage) / self.deployment.tensor_parallel_size
+        share = self._growth(self.whole_form, stage) / self.deployment.tensor_parallel_size
         return math.ceil(self._growth(self.deployment.cache, stage) - share)
 
     def _kv_bytes(self, pool: Pool, form: CacheFormat, stage: Stage | None) -> KvBytes:

@@ -27,7 +27,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.kv_pool import CommonPool, Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
 from kvplan.core.weights import Stage
@@ -103,11 +103,9 @@ class LlamaCppRules(CommonRules):
         return _PADDING, ""
 
 
-class LlamaCppPool:
+class LlamaCppPool(CommonPool):
     """Cells of layers that keep all tokens, cells of windows beside them, and a state for each slot."""
 
-    null_blocks = 0
-    block_size = _PADDING
     formulas = Formulas(
         budget="memory - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="256 cells of the layers that keep all tokens",
@@ -120,8 +118,8 @@ class LlamaCppPool:
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        self._deployment = deployment
-        self._form = form or deployment.cache
+        super().__init__(deployment, form)
+        self.block_size = _PADDING
         all_cells = () if deployment.hybrid_kv_cache_manager else (SlidingWindow, ChunkedLocal)
         self._layers = keep_layers(
             "llama.cpp",
@@ -143,16 +141,16 @@ class LlamaCppPool:
         The lines "KV buffer size" and "RS buffer size" of a start-up log add up to it.
         """
         each = _pad(-(-cells // self._streams))
+        slots = self._deployment.max_num_seqs if self._streams == 1 else 1
         layers, form = self._layers, self._form
         return (
             each * self._streams * row_bytes(layers.whole, form, stage)
-            + self._window_cells(each) * self._streams * row_bytes(layers.windows, form, stage)
+            + self._window_cells(each, slots) * self._streams * row_bytes(layers.windows, form, stage)
             + self._deployment.max_num_seqs * row_bytes(layers.states, form, stage)
         )
 
-    def _window_cells(self, cells: int) -> int:
+    def _window_cells(self, cells: int, slots: int = 1) -> int:
         """Cells of a stream's windows: a window for each slot in it and a batch (llama-kv-cache-iswa.cpp)."""
-        slots = self._deployment.max_num_seqs if self._streams == 1 else 1
         return _pad(min(cells, self._window * slots + self._deployment.max_num_batched_tokens))
 
     def blocks(self, length: int) -> int:
@@ -164,10 +162,9 @@ class LlamaCppPool:
     def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
         """Whole blocks, the windows of a context of this length, and a state."""
         cells, layers, form = _pad(length), self._layers, self._form
-        windows = _pad(min(cells, self._window + self._deployment.max_num_batched_tokens))
         return (
             cells * row_bytes(layers.whole, form, stage)
-            + windows * row_bytes(layers.windows, form, stage)
+            + self._window_cells(cells) * row_bytes(layers.windows, form, stage)
             + row_bytes(layers.states, form, stage)
         )
 
@@ -193,20 +190,15 @@ class LlamaCppPool:
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """Layers with all cells, windows and states."""
         layers, form = self._layers, self._form
-        windows = _pad(min(_pad(length), self._window + self._deployment.max_num_batched_tokens)) // _PADDING
         return (
             *as_group(layers.whole, form, _PADDING, -(-length // _PADDING)),
-            *as_group(layers.windows, form, _PADDING, windows),
+            *as_group(layers.windows, form, _PADDING, self._window_cells(length) // _PADDING),
             *as_group(layers.states, form, _PADDING, 1),
         )
 
     def start_check_blocks(self, num_blocks: int) -> int:
         """Blocks of one stream: a sequence cannot have more."""
         return num_blocks // self._streams
-
-    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
-        """Cells of the context, and how many of the longest sequence they hold."""
-        return num_blocks * _PADDING, num_blocks / max(1, self.blocks(max_model_len))
 
 
 def _pad(cells: int) -> int:

@@ -8,8 +8,8 @@ memory for each sequence.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from functools import cached_property
 
 from kvplan.core.deployment import Deployment
 from kvplan.core.engine_rules import CommonRules
@@ -23,7 +23,7 @@ from kvplan.core.kv_cache import (
     CrossAttention,
     LayerCache,
 )
-from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.kv_pool import CommonPool, Formulas, GroupSize
 from kvplan.core.model import ModelSpec
 from kvplan.core.weights import Stage
 from kvplan.errors import unknown_name
@@ -74,10 +74,9 @@ class PagedRules(CommonRules):
         return 16, ""
 
 
-class PagedPool:
+class PagedPool(CommonPool):
     """Blocks of ``block_size`` tokens over all layers."""
 
-    null_blocks = 0
     formulas = Formulas(
         budget="ceil(memory x {utilization}) - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="block size x bytes of a token in all layers",
@@ -90,13 +89,11 @@ class PagedPool:
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        self._deployment = deployment
-        self._form = form or deployment.cache
+        super().__init__(deployment, form)
         layers = [*spec.layers, *deployment.drafts]
         fixed = (*STATES, CompressorState, CrossAttention)
         self._rows: list[LayerCache] = [item for item in layers if not isinstance(item.cache, fixed)]
         self._fixed: list[LayerCache] = [item for item in layers if isinstance(item.cache, fixed)]
-        self.block_size = deployment.block_size
 
     def bytes_per_block(self, stage: Stage | None = None) -> int:
         """Bytes of one block in all layers; of models that keep nothing by token, what is fixed for a sequence."""
@@ -118,21 +115,12 @@ class PagedPool:
         """Blocks for all tokens, and as many as hold what is fixed."""
         if not self._rows:
             return 1
-        return -(-length // self.block_size) + -(-self._fixed_bytes(None) // self.bytes_per_block())
+        return -(-length // self.block_size) + self._fixed_blocks
 
-    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
-        """Whole blocks."""
-        return self.bytes_per_block(stage) * self.blocks(length)
-
-    def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
-        """ceil(memory x utilization) - used."""
-        return math.ceil(memory_bytes * self._deployment.gpu_memory_utilization) - used_bytes
-
-    def share(self, available_bytes: int, stage: Stage) -> Share:
-        """Whole blocks."""
-        block = self.bytes_per_block(stage)
-        blocks = available_bytes // block if block else 1
-        return Share(blocks, blocks * block)
+    @cached_property
+    def _fixed_blocks(self) -> int:
+        """Blocks that hold what is fixed for a sequence; kept, as searches ask for the blocks of many lengths."""
+        return -(-self._fixed_bytes(None) // self.bytes_per_block())
 
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """All layers in one group, and what is fixed."""
@@ -142,14 +130,6 @@ class PagedPool:
             *as_group(self._rows, self._form, self.block_size, tokens),
             *as_group(self._fixed, self._form, self.block_size, blocks - tokens),
         )
-
-    def start_check_blocks(self, num_blocks: int) -> int:
-        """All blocks."""
-        return num_blocks
-
-    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
-        """Blocks x block size, and how many of the longest sequence they hold."""
-        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
 
 
 class ContiguousRules(PagedRules):
@@ -175,15 +155,10 @@ class ContiguousPool(PagedPool):
     counted in blocks, so that a number of them is the same memory as in the other engines.
     """
 
-    formulas = Formulas(
-        budget=PagedPool.formulas.budget,
-        block="block size x bytes of a token in all layers",
-        blocks="available // bytes per block = {available} // {block}",
+    formulas = PagedPool.formulas._replace(
         pages_source="Kwon et al. 2023, section 6.1",
         states_source="not in the paper: slots of their own",
         groups_source="Kwon et al. 2023, section 6.1",
-        budget_source=PagedPool.formulas.budget_source,
-        overhead_source=PagedPool.formulas.overhead_source,
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:

@@ -28,7 +28,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.kv_pool import CommonPool, Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
 from kvplan.core.weights import Stage
@@ -208,10 +208,13 @@ def _largest_decode_graph(memory_mib: int, ranks: int) -> int:
     return 512
 
 
-class SglangPool:
-    """Rows for tokens, in pages of ``page_size``."""
+class SglangPool(CommonPool):
+    """Rows for tokens, in pages of ``page_size``.
 
-    null_blocks = 0
+    A sequence that is longer than all pages is refused when it comes, not at the start. `token_line` has the
+    ``#tokens`` of the line "KV Cache is allocated".
+    """
+
     formulas = Formulas(
         budget="memory x {utilization} - weights {weights} - rotary tables {extras} - overhead {overhead}",
         block="page size x (rows of the whole layers + swa_full_tokens_ratio x rows of the windows)",
@@ -224,8 +227,7 @@ class SglangPool:
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        self._deployment = deployment
-        self._form = form or deployment.cache
+        super().__init__(deployment, form)
         apart = spec.architecture in WINDOW_ARCHITECTURES and deployment.hybrid_kv_cache_manager
         windows = (SlidingWindow, ChunkedLocal)
         self._layers = keep_layers(
@@ -234,7 +236,6 @@ class SglangPool:
             whole=(FullAttention, LatentAttention, SparseIndexer, *(() if apart else windows)),
             windows=windows if apart else (),
         )
-        self.block_size = deployment.block_size
         self._num_layers = spec.num_layers
         self._window = self._layers.window
         # Where there are only windows, their rows are the unit.
@@ -331,14 +332,6 @@ class SglangPool:
             *as_group(layers.windows, form, self.block_size, self._window_pages(length)),
             *as_group(layers.states, form, self.block_size, 1),
         )
-
-    def start_check_blocks(self, num_blocks: int) -> int:
-        """All pages: a longer sequence is refused when it comes."""
-        return num_blocks
-
-    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
-        """``#tokens`` of the line "KV Cache is allocated", and how many of the longest sequence they hold."""
-        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
 
 
 def sglang_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:

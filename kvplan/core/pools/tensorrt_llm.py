@@ -24,7 +24,7 @@ from kvplan.core.kv_cache import (
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.kv_pool import Formulas, GroupSize, Share
+from kvplan.core.kv_pool import CommonPool, Formulas, GroupSize, Share
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
 from kvplan.core.weights import Stage
@@ -80,10 +80,13 @@ class TensorrtLlmRules(CommonRules):
         return 32, ""
 
 
-class TensorrtLlmPool:
-    """Blocks of ``tokens_per_block`` tokens in all layers."""
+class TensorrtLlmPool(CommonPool):
+    """Blocks of ``tokens_per_block`` tokens in all layers.
 
-    null_blocks = 0
+    Where they are too few for the longest sequence, the engine starts with a lower limit. `token_line` has its
+    ``max tokens in paged KV cache``.
+    """
+
     formulas = Formulas(
         budget="(memory - weights {weights} - rotary tables {extras} - overhead {overhead}) x {utilization}",
         block="tokens of a block x bytes of a token in all layers",
@@ -96,8 +99,7 @@ class TensorrtLlmPool:
     )
 
     def __init__(self, spec: ModelSpec, deployment: Deployment, form: CacheFormat | None = None) -> None:
-        self._deployment = deployment
-        self._form = form or deployment.cache
+        super().__init__(deployment, form)
         kinds = (FullAttention, LatentAttention, SparseIndexer, SlidingWindow, ChunkedLocal)
         layers = keep_layers("tensorrt-llm", [*spec.layers, *deployment.drafts], whole=kinds)
         if layers.states:
@@ -107,7 +109,6 @@ class TensorrtLlmPool:
                 hint="use vllm or sglang",
             )
         self._layers = layers.whole
-        self.block_size = deployment.block_size
         if self.block_size < 2 or self.block_size & (self.block_size - 1):
             raise InputError(
                 f"tensorrt-llm has no blocks of {self.block_size} tokens",
@@ -122,10 +123,6 @@ class TensorrtLlmPool:
     def blocks(self, length: int) -> int:
         """Blocks for all tokens."""
         return -(-length // self.block_size)
-
-    def allocated_bytes(self, length: int, stage: Stage | None = None) -> int:
-        """Whole blocks."""
-        return self.bytes_per_block(stage) * self.blocks(length)
 
     def kv_memory(self, memory_bytes: int, used_bytes: int) -> int:
         """The fraction of what is free."""
@@ -142,14 +139,6 @@ class TensorrtLlmPool:
     def groups(self, length: int) -> tuple[GroupSize, ...]:
         """All layers in one group."""
         return as_group(self._layers, self._form, self.block_size, self.blocks(length))
-
-    def start_check_blocks(self, num_blocks: int) -> int:
-        """All blocks: where they are too few, the engine lowers its longest length."""
-        return num_blocks
-
-    def token_line(self, num_blocks: int, max_model_len: int) -> tuple[int, float]:
-        """``max tokens in paged KV cache``, and how many of the longest sequence they hold."""
-        return num_blocks * self.block_size, num_blocks / max(1, self.blocks(max_model_len))
 
 
 def tensorrt_llm_stages(num_layers: int, stages: int) -> tuple[Stage, ...]:
