@@ -890,12 +890,11 @@ def layer_words(config: Config, prefix: str = "") -> list[str]:
 
 def _attending(sheet: Sheet, otherwise: Callable[[int], bool]) -> tuple[Sheet, Sheet]:
     """The layers with attention and the others, by the words of the config, or ``otherwise`` where it has none."""
-    words = layer_words(sheet.config)
     layers = range(number(sheet.config, "num_hidden_layers"))
-    full = (
-        [i for i, word in enumerate(words) if word in _ATTENTION] if words else [*filter(otherwise, layers)]
-    )
-    return sheet.layers(full), sheet.layers([i for i in layers if i not in set(full)])
+    words = layer_words(sheet.config)
+    written = (i for i, word in enumerate(words) if word in _ATTENTION)
+    full = dict.fromkeys(written if words else filter(otherwise, layers))
+    return sheet.layers([*full]), sheet.layers([i for i in layers if i not in full])
 
 
 def _list(config: Config, name: str) -> list[object]:
