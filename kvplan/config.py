@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -211,16 +210,20 @@ def _model_from_hub(name: str, changes: Mapping[str, object], where: str) -> Mod
 
 def _parse_config(text: str, where: str) -> dict[str, object]:
     """The fields of a config.json. Raises `InputError` naming the line."""
+    from kvplan.safetensors import DuplicateKeyError, without_duplicates  # models in YAML need neither
+
     try:
-        config = json.loads(text, object_pairs_hook=_without_duplicates)
+        config = json.loads(text, object_pairs_hook=without_duplicates)
     except json.JSONDecodeError as error:
         raise InputError(
             f"the file is no JSON: {error.msg}",
             where=f"{where}:{error.lineno}",
             hint="mend the JSON in this line, or in the one before it",
         ) from None
-    except InputError as error:
-        raise InputError(error.what, where=where, hint=error.hint) from None
+    except DuplicateKeyError as error:
+        raise InputError(
+            f'duplicate key "{str(error)[:60]}"', where=where, hint="keep one of the two"
+        ) from None
     except (RecursionError, ValueError) as error:
         # A number of thousands of digits, or thousands of brackets.
         raise InputError(
@@ -275,14 +278,6 @@ def _as_text(raw: bytes, where: str) -> str:
         raise InputError(
             f"byte {error.start} is no UTF-8", where=where, hint="save the file as UTF-8"
         ) from None
-
-
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    values = dict(pairs)
-    if len(values) != len(pairs):
-        twice = next(key for key, times in Counter(key for key, _ in pairs).items() if times > 1)
-        raise InputError(f'duplicate key "{twice[:60]}"', hint="keep one of the two")
-    return values
 
 
 def _json_lines(text: str) -> dict[str, int]:

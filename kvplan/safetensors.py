@@ -257,8 +257,8 @@ class _MissingFileError(InputError):
 def _parse_json(text: bytes, path: Path) -> dict[str, object]:
     part = "its header" if path.suffix == ".safetensors" else "it"
     try:
-        value = json.loads(text, object_pairs_hook=_without_duplicates)
-    except _DuplicateKeyError as error:
+        value = json.loads(text, object_pairs_hook=without_duplicates)
+    except DuplicateKeyError as error:
         raise _broken(path, f'{part} has "{str(error)[:60]}" twice') from None
     except (ValueError, RecursionError):
         raise _broken(path, f"{part} is no JSON") from None
@@ -267,16 +267,15 @@ def _parse_json(text: bytes, path: Path) -> dict[str, object]:
     return value
 
 
-class _DuplicateKeyError(Exception):
+class DuplicateKeyError(Exception):
     """A key that an object has twice; the parser knows no file that could be named."""
 
 
-def _without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    """The object of these keys and values, as a hook for `json.loads`. Raises `DuplicateKeyError`."""
     values = dict(pairs)
     if len(values) != len(pairs):
-        raise _DuplicateKeyError(
-            next(key for key, times in Counter(k for k, _ in pairs).items() if times > 1)
-        )
+        raise DuplicateKeyError(next(key for key, times in Counter(k for k, _ in pairs).items() if times > 1))
     return values
 
 

@@ -318,17 +318,21 @@ _GPT2_NAMES = {
     "max_position_embeddings": "n_positions",
     "intermediate_size": "n_inner",
 }
+_MPT_NAMES = {
+    "hidden_size": "d_model",
+    "num_attention_heads": "n_heads",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+}
+_BART_NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "decoder_layers",
+    "num_attention_heads": "decoder_attention_heads",
+    "intermediate_size": "decoder_ffn_dim",
+}
 _LOCAL_EXPERTS = {"num_experts": "num_local_experts", "moe_intermediate_size": "intermediate_size"}
 _ROUTED_EXPERTS = {"num_experts": "n_routed_experts"}
 _SLIDING_BY_FLAG = {"use_sliding_window": False, "sliding_window": 4096}
-_GEMMA3_TEXT = {
-    "vocab_size": 262208,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-    "head_dim": 256,
-    "max_position_embeddings": 131072,
-    "sliding_window": 4096,
-}
 
 #: Mamba layers as Jamba, Granite, Bamba and Falcon-H1 spell them.
 _MAMBA_NAMES = {
@@ -347,8 +351,38 @@ _GATED_DELTA_NET = {
     "linear_num_value_heads": 32,
     "linear_value_head_dim": 128,
     "linear_conv_kernel_dim": 4,
+    "num_nextn_predict_layers": 1,
 }
 _STEP_NAMES = {"num_key_value_heads": "num_attention_groups"}
+
+#: Classes that differ from others in little.
+_QWEN2_5_VL = Architecture(
+    family="qwen2_5_vl",
+    layout=_QWEN2,
+    defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
+)
+_QWEN3_5_MOE = Architecture(
+    family="qwen3_5_moe",
+    layout=_QWEN3_NEXT,
+    names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+    defaults=_GATED_DELTA_NET,
+    draft_layer=("full",),
+    state="gated_delta_net",
+)
+_GEMMA3_MODEL = Architecture(
+    family="gemma3",
+    layout=_GEMMA3,
+    defaults={
+        "vocab_size": 262208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "sliding_window": 4096,
+    },
+    full_every=6,
+    mixes_windows=True,
+)
 
 _BY_CLASS: dict[str, Architecture] = {
     # Multi-head, grouped-query and multi-query attention in every layer.
@@ -546,12 +580,7 @@ _BY_CLASS: dict[str, Architecture] = {
     "MptForCausalLM": Architecture(
         family="mpt",
         layout=Layout(gated_mlp=False, tied=True),
-        names={
-            "hidden_size": "d_model",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-            "max_position_embeddings": "max_seq_len",
-        },
+        names=_MPT_NAMES,
         kv_heads=_mpt_kv_heads,
         mlp_ratio=4,
     ),
@@ -791,16 +820,8 @@ _BY_CLASS: dict[str, Architecture] = {
         ),
     ),
     # Text decoders with a vision tower.
-    "Qwen2VLForConditionalGeneration": Architecture(
-        family="qwen2_vl",
-        layout=_QWEN2,
-        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
-    ),
-    "Qwen2_5_VLForConditionalGeneration": Architecture(
-        family="qwen2_5_vl",
-        layout=_QWEN2,
-        defaults=_SLIDING_BY_FLAG | {"max_window_layers": 80, "num_key_value_heads": 8},
-    ),
+    "Qwen2VLForConditionalGeneration": _QWEN2_5_VL._replace(family="qwen2_vl"),
+    "Qwen2_5_VLForConditionalGeneration": _QWEN2_5_VL,
     "Qwen3VLForConditionalGeneration": Architecture(
         family="qwen3_vl", layout=_QWEN3, defaults={"head_dim": 128, "num_key_value_heads": 32}
     ),
@@ -818,12 +839,8 @@ _BY_CLASS: dict[str, Architecture] = {
         full_every=2,
         mixes_windows=True,
     ),
-    "Gemma3ForCausalLM": Architecture(
-        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
-    ),
-    "Gemma3ForConditionalGeneration": Architecture(
-        family="gemma3", layout=_GEMMA3, defaults=_GEMMA3_TEXT, full_every=6, mixes_windows=True
-    ),
+    "Gemma3ForCausalLM": _GEMMA3_MODEL,
+    "Gemma3ForConditionalGeneration": _GEMMA3_MODEL,
     "Gemma3nForConditionalGeneration": Architecture(
         family="gemma3n",
         layout=_GEMMA3,
@@ -898,21 +915,16 @@ _BY_CLASS: dict[str, Architecture] = {
         layout=_DEEPSEEK._replace(experts=_DEEPSEEK_V2_EXPERTS),
         names=_ROUTED_EXPERTS,
     ),
-    "DeepseekV3ForCausalLM": Architecture(
-        family="deepseek_v3", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
-    ),
-    "DeepseekV32ForCausalLM": Architecture(
-        family="deepseek_v32", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
-    ),
-    "GlmMoeDsaForCausalLM": Architecture(
-        family="glm_moe_dsa", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
-    ),
-    "Glm4MoeLiteForCausalLM": Architecture(
-        family="glm4_moe_lite", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
-    ),
-    "KimiK25ForConditionalGeneration": Architecture(
-        family="kimi_k25", layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",)
-    ),
+    **{
+        name: Architecture(family=family, layout=_DEEPSEEK, names=_ROUTED_EXPERTS, draft_layer=("full",))
+        for name, family in {
+            "DeepseekV3ForCausalLM": "deepseek_v3",
+            "DeepseekV32ForCausalLM": "deepseek_v32",
+            "GlmMoeDsaForCausalLM": "glm_moe_dsa",
+            "Glm4MoeLiteForCausalLM": "glm4_moe_lite",
+            "KimiK25ForConditionalGeneration": "kimi_k25",
+        }.items()
+    },
     "MiniCPM3ForCausalLM": Architecture(
         family="minicpm3",
         layout=Layout(qkv_bias=_ATTENTION_BIAS, tied=True, every_stage_embeds=True),
@@ -952,32 +964,14 @@ _BY_CLASS: dict[str, Architecture] = {
     "Qwen3NextForCausalLM": Architecture(
         family="qwen3_next",
         layout=_QWEN3_NEXT,
-        defaults={"head_dim": 256, "full_attention_interval": 4, "num_key_value_heads": 2}
-        | _GATED_DELTA_NET
-        | {"num_nextn_predict_layers": 1},
+        defaults=_GATED_DELTA_NET | {"num_key_value_heads": 2},
         draft_layer=("full",),
         state="gated_delta_net",
     ),
-    "Qwen3_5ForConditionalGeneration": Architecture(
-        family="qwen3_5",
-        layout=_QWEN3_NEXT._replace(experts=None),
-        defaults={"head_dim": 256, "full_attention_interval": 4}
-        | _GATED_DELTA_NET
-        | {"num_nextn_predict_layers": 1},
-        draft_layer=("full",),
-        state="gated_delta_net",
-        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
+    "Qwen3_5ForConditionalGeneration": _QWEN3_5_MOE._replace(
+        family="qwen3_5", layout=_QWEN3_NEXT._replace(experts=None)
     ),
-    "Qwen3_5MoeForConditionalGeneration": Architecture(
-        family="qwen3_5_moe",
-        layout=_QWEN3_NEXT,
-        defaults={"head_dim": 256, "full_attention_interval": 4}
-        | _GATED_DELTA_NET
-        | {"num_nextn_predict_layers": 1},
-        draft_layer=("full",),
-        state="gated_delta_net",
-        names={"num_nextn_predict_layers": "mtp_num_hidden_layers"},
-    ),
+    "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
     "JambaForCausalLM": Architecture(
         family="jamba",
         layout=Layout(experts=Experts(layers=_periodic_layers), every_stage_embeds=True),
@@ -1073,24 +1067,13 @@ _BY_CLASS: dict[str, Architecture] = {
     "WhisperForConditionalGeneration": Architecture(
         family="whisper",
         layout=Layout(norm="weight+bias", position_offset=0, tied=True, every_stage_embeds=True),
-        names={
-            "hidden_size": "d_model",
-            "num_hidden_layers": "decoder_layers",
-            "num_attention_heads": "decoder_attention_heads",
-            "max_position_embeddings": "max_target_positions",
-            "intermediate_size": "decoder_ffn_dim",
-        },
+        names=_BART_NAMES | {"max_position_embeddings": "max_target_positions"},
         defaults={"is_encoder_decoder": True},
     ),
     "BartForConditionalGeneration": Architecture(
         family="bart",
         layout=_BART,
-        names={
-            "hidden_size": "d_model",
-            "num_hidden_layers": "decoder_layers",
-            "num_attention_heads": "decoder_attention_heads",
-            "intermediate_size": "decoder_ffn_dim",
-        },
+        names=_BART_NAMES,
         defaults={"is_encoder_decoder": True},
     ),
     "T5ForConditionalGeneration": Architecture(
@@ -1141,12 +1124,7 @@ _CACHES_ONLY: dict[str, Architecture] = {
     },
     "DbrxForCausalLM": Architecture(
         family="dbrx",
-        names={
-            "hidden_size": "d_model",
-            "num_attention_heads": "n_heads",
-            "num_hidden_layers": "n_layers",
-            "max_position_embeddings": "max_seq_len",
-        },
+        names=_MPT_NAMES,
         kv_heads=_mpt_kv_heads,
     ),
     # Nemotron-NAS: heads by layer, and layers without attention.

@@ -13,6 +13,7 @@ from kvplan.core import towers
 from kvplan.core.architectures import ARCHITECTURES, Config, Layout, is_on, number
 from kvplan.core.attention import has_indexer
 from kvplan.core.layouts import (
+    Mixer,
     Sheet,
     attention,
     decoder,
@@ -101,7 +102,7 @@ def _indexer(sheet: Sheet, hidden: int, queries_from: int) -> None:
     sheet.vector("self_attn.indexer.k_norm", 2 * head_dim, element_bytes=_FLOAT32)
 
 
-def _next_token_layers(sheet: Sheet, layout: Layout, mixer: Family) -> None:
+def _next_token_layers(sheet: Sheet, layout: Layout, mixer: Mixer) -> None:
     """The layers for multi-token prediction: a layer of the decoder after two norms and a projection.
 
     vLLM model_executor/models/deepseek_mtp.py; the table and the head are those of the decoder.
@@ -114,12 +115,17 @@ def _next_token_layers(sheet: Sheet, layout: Layout, mixer: Family) -> None:
     for name in ("enorm", "hnorm", "shared_head.norm"):
         norm(here, layout, name, hidden)
     here.matrix("eh_proj", hidden, 2 * hidden, "replicated", kind="plain")
-    mixer(here, layout)
-    layer_norms(here, layout)
+    _draft_layer(here, layout, mixer)
+
+
+def _draft_layer(sheet: Sheet, layout: Layout, mixer: Mixer) -> None:
+    """A layer as the decoder's last ones are."""
+    mixer(sheet, layout)
+    layer_norms(sheet, layout)
     if layout.experts:
-        moe(here, layout)
+        moe(sheet, layout)
     else:
-        mlp(here, layout, width=sheet.size("intermediate_size"))
+        mlp(sheet, layout, width=sheet.size("intermediate_size"))
 
 
 def _deepseek_v4(sheet: Sheet, layout: Layout) -> None:
@@ -212,13 +218,7 @@ def _qwen3_next(sheet: Sheet, layout: Layout) -> None:
     for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
         norm(once, layout, name, hidden)
     once.matrix("fc", hidden, 2 * hidden, kind="plain")
-    here = sheet.place("draft", "mtp.layers.{}.", range(drafts))
-    _gated_attention(here, layout)
-    layer_norms(here, layout)
-    if layout.experts:
-        moe(here, layout)
-    else:
-        mlp(here, layout, width=sheet.size("intermediate_size"))
+    _draft_layer(sheet.place("draft", "mtp.layers.{}.", range(drafts)), layout, _gated_attention)
 
 
 def _qwen3_5(sheet: Sheet, layout: Layout) -> None:
@@ -228,14 +228,9 @@ def _qwen3_5(sheet: Sheet, layout: Layout) -> None:
 
 def _gated_mixer(sheet: Sheet, layout: Layout) -> None:
     interval = number(sheet.config, "full_attention_interval")
-    words = layer_words(sheet.config)
-    total = number(sheet.config, "num_hidden_layers")
-    if words:
-        full = [i for i, word in enumerate(words) if word in _ATTENTION]
-    else:
-        full = [i for i in range(total) if interval and (i + 1) % interval == 0]
-    _gated_attention(sheet.layers(full), layout)
-    gated_delta_net(sheet.layers([i for i in range(total) if i not in set(full)]))
+    full, rest = _attending(sheet, lambda layer: interval > 0 and (layer + 1) % interval == 0)
+    _gated_attention(full, layout)
+    gated_delta_net(rest)
 
 
 def _gated_attention(sheet: Sheet, layout: Layout) -> None:
@@ -356,11 +351,11 @@ def _jamba(sheet: Sheet, layout: Layout) -> None:
 def _jamba_mixer(sheet: Sheet, layout: Layout) -> None:
     config = sheet.config
     period, offset = sheet.size("attn_layer_period"), number(config, "attn_layer_offset")
-    total, hidden = number(config, "num_hidden_layers"), sheet.size("hidden_size")
-    full = {i for i in range(total) if period and i % period == offset}
-    attention(sheet.layers(sorted(full)), layout)
+    hidden = sheet.size("hidden_size")
+    full, rest = _attending(sheet, lambda layer: period > 0 and layer % period == offset)
+    attention(full, layout)
     mamba1(
-        sheet.layers([i for i in range(total) if i not in full]),
+        rest,
         "mamba",
         inner=sheet.size("mamba_expand") * hidden,
         state=sheet.size("mamba_d_state"),
@@ -508,15 +503,9 @@ def _bamba(sheet: Sheet, layout: Layout) -> None:
 
 
 def _attention_or_mamba2(sheet: Sheet, layout: Layout) -> None:
-    total = number(sheet.config, "num_hidden_layers")
-    words = layer_words(sheet.config)
-    listed = sheet.config.get("attn_layer_indices")
-    if words:
-        full = [i for i, word in enumerate(words) if word in _ATTENTION]
-    else:
-        full = [i for i in range(total) if isinstance(listed, list) and i in listed]
-    attention(sheet.layers(full), layout)
-    rest = sheet.layers([i for i in range(total) if i not in set(full)])
+    listed = _list(sheet.config, "attn_layer_indices")
+    full, rest = _attending(sheet, lambda layer: layer in listed)
+    attention(full, layout)
     _hybrid_mamba2(rest, rest.size("mamba_expand") * rest.size("hidden_size"))
 
 
@@ -544,19 +533,11 @@ def _lfm2(sheet: Sheet, layout: Layout) -> None:
 
 
 def _lfm2_mixer(sheet: Sheet, layout: Layout) -> None:
-    total, hidden = number(sheet.config, "num_hidden_layers"), sheet.size("hidden_size")
-    words = layer_words(sheet.config)
+    hidden, bias = sheet.size("hidden_size"), is_on(sheet.config, ("conv_bias", False))
     listed = sheet.config.get("full_attn_idxs")
-    if words:
-        full = {i for i, word in enumerate(words) if word in _ATTENTION}
-    else:
-        full = {i for i in range(total) if not isinstance(listed, list) or i in listed}
-    attention(sheet.layers(sorted(full)), layout)
+    full, here = _attending(sheet, lambda layer: not isinstance(listed, list) or layer in listed)
+    attention(full, layout)
     # vLLM model_executor/layers/mamba/short_conv.py
-    here, bias = (
-        sheet.layers([i for i in range(total) if i not in full]),
-        is_on(sheet.config, ("conv_bias", False)),
-    )
     here.matrix("conv.in_proj", 3 * hidden, hidden, bias=bias)
     here.matrix("conv.conv", hidden, here.size("conv_L_cache"), kind="plain", bias=bias)
     here.matrix("conv.out_proj", hidden, hidden, "columns", bias=bias)
@@ -568,12 +549,9 @@ def _minimax(sheet: Sheet, layout: Layout) -> None:
 
 def _minimax_mixer(sheet: Sheet, layout: Layout) -> None:
     """Lightning attention in most layers: vLLM layers/mamba/linear/minimax_linear_attn.py."""
-    config = sheet.config
-    total, hidden = number(config, "num_hidden_layers"), sheet.size("hidden_size")
-    words = layer_words(config) or [str(mark) for mark in _list(config, "attn_type_list")]
-    full = {i for i, word in enumerate(words) if word in _ATTENTION or word == "1"}
-    attention(sheet.layers(sorted(full)), layout)
-    here = sheet.layers([i for i in range(total) if i not in full])
+    hidden, marks = sheet.size("hidden_size"), _list(sheet.config, "attn_type_list")
+    full, here = _attending(sheet, lambda layer: marks[layer : layer + 1] == [1])
+    attention(full, layout)
     width = sheet.size("num_attention_heads") * sheet.size("head_dim")
     here.matrix("self_attn.qkv_proj", 3 * width, hidden)
     here.matrix("self_attn.output_gate", width, hidden)
@@ -908,6 +886,15 @@ def layer_words(config: Config, prefix: str = "") -> list[str]:
             return [str(word) for word in words]
     pattern = config.get(f"{prefix}hybrid_override_pattern")
     return list(pattern) if isinstance(pattern, str) else []
+
+
+def _attending(sheet: Sheet, otherwise: Callable[[int], bool]) -> tuple[Sheet, Sheet]:
+    """The layers with attention and the others, by the words of the config, or ``otherwise`` where it has none."""
+    layers = range(number(sheet.config, "num_hidden_layers"))
+    words = layer_words(sheet.config)
+    written = (i for i, word in enumerate(words) if word in _ATTENTION)
+    full = dict.fromkeys(written if words else filter(otherwise, layers))
+    return sheet.layers([*full]), sheet.layers([i for i in layers if i not in full])
 
 
 def _list(config: Config, name: str) -> list[object]:

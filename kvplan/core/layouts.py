@@ -11,6 +11,7 @@ learned positions and the biases after row-parallel matrices are on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 
 from kvplan.core.architectures import Config, Layout, is_on, number
 from kvplan.core.model import Mlp
@@ -74,7 +75,7 @@ class Sheet:
 
     def where(self, keep: Callable[[int], bool]) -> Sheet:
         """The same list and place, at those of its layers."""
-        there = self.of(self.config)
+        there = copy(self)
         there._layers = tuple(i for i in self._layers if keep(i))
         if not there._layers:
             there._place = "layers"  # where nothing is written without layers
@@ -92,14 +93,14 @@ class Sheet:
 
     def of(self, config: Config) -> Sheet:
         """The same list and place, with the sizes of another config, such as an encoder's."""
-        there = self._seen_from(self._place, self._layers, self._prefix)
-        there._tower, there.config = self._tower, config
+        there = copy(self)
+        there.config = config
         return there
 
     def uncounted(self) -> Sheet:
         """The same list and place, for what is held but is no parameter of the model."""
-        there = self._seen_from(self._place, self._layers, self._prefix)
-        there._tower, there._counted = self._tower, False
+        there = copy(self)
+        there._counted = False
         return there
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -131,10 +132,34 @@ class Sheet:
         element_bytes: int | None = None,
     ) -> None:
         """A matrix of ``rows`` outputs and ``columns`` inputs, and its bias, which is divided as the outputs are."""
-        self._write(name, rows, columns, split, kind, copies, used, heads, element_bytes)
+        if rows * columns * copies and (self._place != "layers" or self._layers):
+            self._groups.append(
+                WeightGroup(
+                    self._prefix + name,
+                    rows,
+                    columns,
+                    split,
+                    "tower" if self._tower and kind != "table" else kind,
+                    self._place,
+                    self._layers,
+                    copies,
+                    used,
+                    heads,
+                    element_bytes,
+                    self._counted,
+                )
+            )
         if bias:
             along = "replicated" if split == "columns" else split
-            self._write(f"{name}.bias", rows, 1, along, "vector", copies, used, heads, element_bytes)
+            self.vector(
+                f"{name}.bias",
+                rows,
+                along,
+                copies=copies,
+                used=used,
+                heads=heads,
+                element_bytes=element_bytes,
+            )
 
     def vector(
         self,
@@ -149,7 +174,17 @@ class Sheet:
         element_bytes: int | None = None,
     ) -> None:
         """A norm, a bias or another parameter that is not multiplied as a matrix."""
-        self._write(name, size, 1, split, kind, copies, used, heads, element_bytes)
+        self.matrix(
+            name,
+            size,
+            1,
+            split,
+            kind=kind,
+            copies=copies,
+            used=used,
+            heads=heads,
+            element_bytes=element_bytes,
+        )
 
     def groups(self) -> tuple[WeightGroup, ...]:
         """What was written. Raises `InputError` if a size was not there."""
@@ -160,44 +195,9 @@ class Sheet:
             )
         return tuple(self._groups)
 
-    def _write(
-        self,
-        name: str,
-        rows: int,
-        columns: int,
-        split: Split,
-        kind: Kind,
-        copies: int,
-        used: int,
-        heads: int,
-        element_bytes: int | None,
-    ) -> None:
-        if not rows * columns * copies or (self._place == "layers" and not self._layers):
-            return
-        if self._tower and kind != "table":
-            kind = "tower"
-        path = self._prefix + name
-        self._groups.append(
-            WeightGroup(
-                path,
-                rows,
-                columns,
-                split,
-                kind,
-                self._place,
-                self._layers,
-                copies,
-                used,
-                heads,
-                element_bytes,
-                self._counted,
-            )
-        )
-
     def _seen_from(self, place: Place, layers: tuple[int, ...], prefix: str) -> Sheet:
-        there = Sheet(self.config)
-        there._groups, there._faults = self._groups, self._faults
-        there._place, there._layers, there._prefix = place, layers, prefix
+        there = copy(self)  # which writes on the same list
+        there._place, there._layers, there._prefix, there._tower = place, layers, prefix, False
         there._counted = self._counted and place != "draft"
         return there
 
@@ -231,14 +231,14 @@ def embeddings(sheet: Sheet, layout: Layout) -> None:
     width = sheet.size("word_embed_proj_dim", hidden)
     tied = is_on(config, ("tie_word_embeddings", layout.tied))
     first, last = sheet.place("first"), sheet.place("last")
+    tables = sheet.place("all") if layout.every_stage_embeds else first
     head_bias = vocabulary if is_on(config, layout.head_bias) else 0
     if tied:
         # As the head the table is used whole, whatever its use as a table.
         both = sheet.place("all" if layout.every_stage_embeds else "ends")
         both.matrix("embed_tokens", vocabulary, width, "vocab", kind="head")
     else:
-        table = sheet.place("all") if layout.every_stage_embeds else first
-        table.matrix("embed_tokens", vocabulary, width, "vocab", kind="table")
+        tables.matrix("embed_tokens", vocabulary, width, "vocab", kind="table")
         sheet.place("last", "").matrix("lm_head", vocabulary, width, "vocab", kind="head")
     sheet.place("last", "").vector("lm_head.bias", head_bias, "vocab")
     if width != hidden:
@@ -246,9 +246,7 @@ def embeddings(sheet: Sheet, layout: Layout) -> None:
         last.matrix("project_out", width, hidden, "replicated")
     if layout.position_offset is not None:
         positions = sheet.size("max_position_embeddings") + layout.position_offset
-        sheet.place("all" if layout.every_stage_embeds else "first").matrix(
-            "embed_positions", positions, hidden, "replicated", kind="table"
-        )
+        tables.matrix("embed_positions", positions, hidden, "replicated", kind="table")
     if layout.embedding_norm:
         norm(first, layout, "embed_norm", hidden)
     if layout.final_norm if isinstance(layout.final_norm, bool) else layout.final_norm(config):

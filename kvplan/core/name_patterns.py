@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from kvplan.errors import InputError
+from kvplan.errors import InputError, quoted
 
 
 class Patterns:
@@ -226,7 +226,7 @@ def _skip(states: int, lacks: int) -> int:
 def _alternatives(expression: str) -> list[str]:
     """The expression without its groups: one for each way through its alternatives."""
     if len(expression) > _MAX_EXPRESSION:
-        raise InputError(f"the pattern {_quoted(expression)} is longer than {_MAX_EXPRESSION} characters")
+        raise InputError(f"the pattern {quoted(expression)} is longer than {_MAX_EXPRESSION} characters")
     done, pending = [], [expression]
     while pending:
         one = pending.pop()
@@ -237,16 +237,16 @@ def _alternatives(expression: str) -> list[str]:
             pending.extend(_split(one, bars))
         else:
             if one[end + 1 : end + 2] in ("*", "+", "{"):
-                raise InputError(f"the pattern {_quoted(expression)} repeats a group")
+                raise InputError(f"the pattern {quoted(expression)} repeats a group")
             body = one[start + 1 : end].removeprefix("?:")
             if body.startswith("?"):
-                raise InputError(f"the pattern {_quoted(expression)} looks ahead or names a group")
+                raise InputError(f"the pattern {quoted(expression)} looks ahead or names a group")
             rest, ways = one[end + 1 :], _split(body, _first_group(body, only_bars=True)[2])
             if rest.startswith("?"):
                 rest, ways = rest[1:], [*ways, ""]
             pending.extend(one[:start] + way + rest for way in ways)
         if len(pending) + len(done) > _MAX_CHOICES:
-            raise InputError(f"the pattern {_quoted(expression)} has more than {_MAX_CHOICES} alternatives")
+            raise InputError(f"the pattern {quoted(expression)} has more than {_MAX_CHOICES} alternatives")
     return done
 
 
@@ -270,7 +270,7 @@ def _first_group(text: str, *, only_bars: bool = False) -> tuple[int, int, list[
             bars.append(i)
         i += 1
     if depth or (start >= 0) != (end >= 0):
-        raise InputError(f"the pattern {_quoted(text)} has an open bracket")
+        raise InputError(f"the pattern {quoted(text)} has an open bracket")
     # Bars outside of groups bind least: they are split first.
     return (-1, -1, bars) if bars or only_bars else (start, end, bars)
 
@@ -302,14 +302,14 @@ def _steps(choice: str, whole: str) -> list[_Step]:
         elif character == "[":
             end = text.find("]", i + 2)
             if end < 0:
-                raise InputError(f"the pattern {_quoted(whole)} has an open bracket")
+                raise InputError(f"the pattern {quoted(whole)} has an open bracket")
             step = _set(text[i + 1 : end])
             i = end
         elif character == "$" and i == len(text) - 1:
             return [*steps, _Step("$")]
         elif character in _SPECIAL or character == "*":
             raise InputError(
-                f"the pattern {_quoted(whole)} is beyond what is understood, at {_quoted(character)}"
+                f"the pattern {quoted(whole)} is beyond what is understood, at {quoted(character)}"
             )
         i += 1
         if i < len(text) and text[i] in "*+?":
@@ -338,8 +338,3 @@ def _set(body: str) -> _Step:
             characters += body[i]
             i += 1
     return _Step(characters or "\0", is_negated)
-
-
-def _quoted(value: object) -> str:
-    text = str(value)
-    return f'"{text[:60]}..."' if len(text) > 60 else f'"{text}"'

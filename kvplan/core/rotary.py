@@ -30,16 +30,10 @@ def position_scalings(config: Config) -> tuple[PositionScaling, ...]:
     for settings in (value for name in _SETTINGS if isinstance(value := config.get(name), Mapping)):
         nested = [value for value in settings.values() if isinstance(value, Mapping)]
         for one in nested or [settings]:
-            kind, factor = one.get("rope_type", one.get("type")), one.get("factor")
-            if not isinstance(kind, str):
-                continue
-            found.append(
-                PositionScaling(
-                    "longrope" if kind == "su" else kind,
-                    float(factor) if isinstance(factor, int | float) and 0 < factor < 1e6 else 1.0,
-                    number(one, "original_max_position_embeddings") or None,
-                )
-            )
+            kind = _kind(one)
+            if isinstance(kind, str):
+                kind = "longrope" if kind == "su" else kind
+                found.append(PositionScaling(kind, _factor(one) or 1.0, _original(one)))
     return tuple(dict.fromkeys(found))
 
 
@@ -75,7 +69,7 @@ def _tables(config: Config) -> Iterator[tuple[int, Config]]:
 def _rotated(head: int, settings: Config) -> int:
     """The part of a head that is rotated."""
     fixed = number(settings, "rotary_dim")
-    if fixed:
+    if 0 < fixed <= head:
         return fixed
     for name in ("partial_rotary_factor", "rotary_pct"):
         share = settings.get(name)
@@ -86,13 +80,23 @@ def _rotated(head: int, settings: Config) -> int:
 
 def _positions(config: Config, settings: Config) -> int:
     """Rows of a table: YaRN stretches what the model was trained on, other kinds go by the config."""
-    original, factor = number(settings, "original_max_position_embeddings"), settings.get("factor")
-    kind = settings.get("rope_type", settings.get("type"))
-    if (
-        kind in ("yarn", "deepseek_yarn")
-        and original
-        and isinstance(factor, int | float)
-        and 0 < factor < 1e6
-    ):
+    original, factor = _original(settings), _factor(settings)
+    if _kind(settings) in ("yarn", "deepseek_yarn") and original and factor:
         return min(int(original * factor), _MAX_POSITIONS)
     return number(config, "max_position_embeddings")
+
+
+def _kind(settings: Config) -> object:
+    return settings.get("rope_type", settings.get("type"))
+
+
+def _original(settings: Config) -> int | None:
+    """Positions before they were stretched; None where a config states none, or no length."""
+    stated = number(settings, "original_max_position_embeddings")
+    return min(stated, _MAX_POSITIONS) if stated > 0 else None
+
+
+def _factor(settings: Config) -> float | None:
+    """By how much positions are stretched; None where that cannot be."""
+    factor = settings.get("factor")
+    return float(factor) if isinstance(factor, int | float) and 0 < factor < 1e6 else None

@@ -109,6 +109,21 @@ def told(cli: Cli, model: str) -> str:
     return first
 
 
+@pytest.mark.parametrize("stated", [str(10**400), "-5", "true"])
+@pytest.mark.parametrize("name", ["original_max_position_embeddings", "rotary_dim"])
+@pytest.mark.parametrize("version", ["0.19.0", "0.33.0"])
+def test_a_length_of_rotary_positions_that_is_none_stays_within_bounds(
+    cli: Cli, version: str, name: str, stated: str
+) -> None:
+    scaling = f'{{"rope_type": "yarn", "factor": 2.5, "{name}": {stated}}}'
+    text = with_field("rope_scaling", scaling)
+    Path("config.json").write_text(text)
+    spec = spec_from_config(json.loads(text), origin=Origin("config.json", "x"), source="x")
+    assert 0 < spec.weights.rotary_elements <= 16 * 10**9
+    outcome = cli("size", "config.json", "--gpu", "h100", "--engine", f"vllm@{version}", "--json")
+    assert outcome.code in (0, 1), outcome.err
+
+
 @pytest.mark.parametrize(("text", "message"), TEXTS.values(), ids=TEXTS)
 def test_a_hostile_config_is_one_error(cli: Cli, text: str | bytes, message: str) -> None:
     Path("config.json").write_bytes(text if isinstance(text, bytes) else text.encode())
