@@ -50,3 +50,9 @@ class Request(NamedTuple):
         """Prompt and everything that will be generated, as segments."""
         prompt = self.content or (Segment(f"p:{self.id}", 0, self.input_tokens),)
         return (*prompt, Segment(f"o:{self.id}", 0, self.output_tokens))
+
+    def refusal(self, max_model_len: int) -> str | None:
+        """Why every engine turns it away before it is queued, or None; one token must fit behind the prompt."""
+        if self.input_tokens == 0:
+            return "empty_prompt"
+        return "prompt_reaches_max_model_len" if self.input_tokens >= max_model_len else None

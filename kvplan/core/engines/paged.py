@@ -204,10 +204,8 @@ class Paged:
     def refusal(self, request: Request) -> str | None:
         """Why a request is turned away at once, or None: alone in the pool it could not finish."""
         config = self.config
-        if request.input_tokens == 0:
-            return "empty_prompt"
-        if request.input_tokens >= config.max_model_len:
-            return "prompt_reaches_max_model_len"
+        if reason := request.refusal(config.max_model_len):
+            return reason
         if request.samples > config.max_num_seqs:
             return "more_samples_than_max_num_seqs"
         computed = min(request.input_tokens + request.output_tokens, config.max_model_len) - 1
