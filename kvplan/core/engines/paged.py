@@ -394,9 +394,13 @@ class Paged:
             turn.new_blocks.setdefault(group, []).extend(new)
 
     def _stop(self, turn: Turn[Group], group: Group) -> None:
-        """Take its place from a group."""
+        """Take its place from a group; one of the cohort gets its tokens and blocks back."""
         if group.decoding:
             turn.stopped_decoding.append(group)
+        self._unseat(group)
+
+    def _unseat(self, group: Group) -> None:
+        if group.decoding:
             self._leave(group)
         self.stepping.pop(group, None)
         del self.running[group]
