@@ -360,7 +360,7 @@ class Report:
         if first is not None:
             self._say(_compare_headline(first, result.varied))
         labels = list(map(literal, result.labels))
-        names = " ".join(name.replace("_", "-") for name in result.varied)
+        names = " ".join(map(columns.written, result.varied))
         if len(names) > _WIDEST_LABEL:  # the tables have no room for it
             self._say(f"by {names}")
             names = ""

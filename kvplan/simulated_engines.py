@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 from kvplan.core.engine import Policy, SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.request import Request, Segment
+from kvplan.core.request import Request
 from kvplan.core.simulate import Engine as TurningEngine
 from kvplan.errors import InputError
 from kvplan.options import (
@@ -177,7 +177,7 @@ def one_request_a_sample(requests: Iterable[Request]) -> Iterator[Request]:
         if request.samples == 1:
             yield request
             continue
-        content = request.content or (Segment(f"p:{request.id}", 0, request.input_tokens),)
+        content = request.prompt_content()
         for number in range(request.samples):
             yield request._replace(id=f"{request.id}#{number}", content=content, samples=1)
 

@@ -96,6 +96,11 @@ def format_count(value: float | None) -> str:
     return f"{value:,.2f}"
 
 
+def counted(count: int, noun: str) -> str:
+    """``1 request``, ``2 requests``."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def format_share(share: float | None) -> str:
     """A share of 0..1 as a percentage; ``-`` for None.
 

@@ -139,11 +139,12 @@ def _show(done: int, of: int) -> None:
 
 def _draw(path: str, result: CompareResult) -> None:
     """The picture of the runs side by side, in a PNG or SVG file."""
+    from kvplan.jobs.compare import written
     from kvplan.output import whole_path
     from kvplan.plots import draw_comparison
 
     with whole_path(path) as temporary:
-        draw_comparison(temporary, _bars(result), ", ".join(flag(name)[2:] for name in result.varied))
+        draw_comparison(temporary, _bars(result), ", ".join(map(written, result.varied)))
 
 
 def _bars(result: CompareResult) -> list[Bar]:

@@ -5,8 +5,9 @@ An engine that can be drawn has ``picture(turn) -> PoolPicture``.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn
@@ -118,7 +119,7 @@ def pool_map(
         cached = cell < len(picture.contents) and picture.contents[cell] is not None
         return "cached" if cached else "free", None
 
-    extents = tuple(_extents([state(cell) for cell in range(first, first + count)], first))
+    extents = tuple(_extents(map(state, range(first, first + count)), first))
     totals: dict[State, int] = dict.fromkeys(STATES, 0)
     for extent in extents:
         totals[extent.state] += extent.cells
@@ -142,12 +143,11 @@ def pool_map(
     )
 
 
-def _extents(states: Sequence[tuple[State, str | None]], first: int) -> Iterator[Extent]:
-    begin = 0
-    for i in range(1, len(states) + 1):
-        if i == len(states) or states[i] != states[begin]:
-            yield Extent(first + begin, i - begin, *states[begin])
-            begin = i
+def _extents(states: Iterable[tuple[State, str | None]], first: int) -> Iterator[Extent]:
+    for (state, request), same in groupby(states):
+        cells = len(list(same))
+        yield Extent(first, cells, state, request)
+        first += cells
 
 
 def _table(holding: Holding, users: Sequence[int], size: int) -> Iterator[TableRun]:

@@ -46,7 +46,16 @@ class Request(NamedTuple):
     content: tuple[Segment, ...] = ()
     samples: int = 1
 
+    def prompt_content(self) -> tuple[Segment, ...]:
+        """The prompt as segments; one that shares nothing is a stream of its own."""
+        return self.content or (Segment(f"p:{self.id}", 0, self.input_tokens),)
+
     def full_content(self) -> tuple[Segment, ...]:
         """Prompt and everything that will be generated, as segments."""
-        prompt = self.content or (Segment(f"p:{self.id}", 0, self.input_tokens),)
-        return (*prompt, Segment(f"o:{self.id}", 0, self.output_tokens))
+        return (*self.prompt_content(), Segment(f"o:{self.id}", 0, self.output_tokens))
+
+    def refusal(self, max_model_len: int) -> str | None:
+        """Why every engine turns it away before it is queued, or None; one token must fit behind the prompt."""
+        if self.input_tokens == 0:
+            return "empty_prompt"
+        return "prompt_reaches_max_model_len" if self.input_tokens >= max_model_len else None

@@ -20,6 +20,7 @@ from kvplan.options import SimulateOptions, flag, read_option
 
 Changes = Mapping[str, object]
 
+_OPTIONS = tuple(item.name for item in fields(SimulateOptions))
 #: More rows than a reader wants, and a slip of the hand is soon there.
 _MOST_RUNS = 1000
 #: Times that differ by less are as good as equal.
@@ -94,7 +95,7 @@ class CompareResult:
         """What each run is called: its values if all set the same options, else these with the names of flags."""
         alike = all(tuple(run.changes) == self.varied for run in self.runs)
         return [
-            " ".join(shown(v) if alike else f"{flag(name)[2:]}={shown(v)}" for name, v in run.changes.items())
+            " ".join(shown(v) if alike else f"{written(name)}={shown(v)}" for name, v in run.changes.items())
             for run in self.runs
         ]
 
@@ -170,10 +171,9 @@ def compare_with(
 
 def combinations(vary: Mapping[str, Sequence[object]], cases: Iterable[Changes]) -> list[Changes]:
     """Every combination of the varied values, then the cases. Raises `InputError` where there is nothing to compare."""
-    known = [item.name for item in fields(SimulateOptions)]
     for name in (*vary, *(name for case in cases for name in case)):
-        if name not in known:
-            raise unknown_name("option", name, known)
+        if name not in _OPTIONS:
+            raise unknown_name("option", name, _OPTIONS)
     if prod(len(values) for values in vary.values()) > _MOST_RUNS:
         raise InputError(f"these are more than {_MOST_RUNS:,} runs", where="--vary", hint="vary less at once")
     found: list[Changes] = []
@@ -224,14 +224,18 @@ def _assignment(text: str, where: str) -> tuple[str, str]:
         raise InputError(
             f'"{text}" names no values', where=where, hint="write FLAG=VALUE, such as block-size=16"
         )
-    known = {item.name for item in fields(SimulateOptions)}
-    if name not in known:
-        raise unknown_name("flag", flag(name), [flag(one) for one in known], where=where)
+    if name not in _OPTIONS:
+        raise unknown_name("flag", flag(name), map(flag, _OPTIONS), where=where)
     return name, value
 
 
 def _value(name: str, text: str) -> object:
     return read_option(SimulateOptions, name, text.strip())
+
+
+def written(name: str) -> str:
+    """An option as `--vary` and `--case` name it: its flag without the dashes."""
+    return flag(name).removeprefix("--")
 
 
 def shown(value: object) -> str:

@@ -44,6 +44,7 @@ from kvplan.simulated_engines import (
     one_request_a_sample,
 )
 from kvplan.trace import TraceStream, open_trace
+from kvplan.units import counted
 
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
@@ -363,35 +364,30 @@ def _result(
 def _request_warnings(counts: figures.RequestCounts, trace: TraceStream, config: EngineConfig) -> list[str]:
     warnings = []
     if trace.skipped_lines:
-        warnings.append(f"{trace.skipped_lines:,} bad lines were skipped")
+        warnings.append(f"{counted(trace.skipped_lines, 'bad line')} skipped")
     rejected = counts.rejected
     for reason, why in (
-        ("needs_more_blocks_than_the_pool", f"alone they need more than the {config.usable_blocks:,} blocks"),
-        (
-            "more_samples_than_max_num_seqs",
-            f"they have more samples than max_num_seqs {config.max_num_seqs:,}",
-        ),
-        (
-            "reservation_exceeds_pool",
-            f"no piece of the {config.usable_blocks:,} slots holds what they reserve",
-        ),
+        ("needs_more_blocks_than_the_pool", f"even alone too large for the {config.usable_blocks:,} blocks"),
+        ("more_samples_than_max_num_seqs", f"more samples than max_num_seqs {config.max_num_seqs:,}"),
+        ("reservation_exceeds_pool", f"no piece of the {config.usable_blocks:,} slots holds the reservation"),
         (
             "prompt_exceeds_max_num_batched_tokens",
-            f"their prompt exceeds max_num_batched_tokens {config.max_num_batched_tokens:,}",
+            f"prompt exceeds max_num_batched_tokens {config.max_num_batched_tokens:,}",
         ),
     ):
         number = counts.reject_reasons.get(reason, 0)
         rejected -= number
         if number:
-            warnings.append(f"{number:,} requests were turned away: {why}")
+            warnings.append(f"{counted(number, 'request')} turned away: {why}")
     if rejected:
         warnings.append(
-            f"{rejected:,} requests were turned away: their prompt is empty or reaches max_model_len "
+            f"{counted(rejected, 'request')} turned away: prompt is empty or reaches max_model_len "
             f"{config.max_model_len:,}"
         )
     if counts.truncated:
         warnings.append(
-            f"{counts.truncated:,} requests stopped at max_model_len {config.max_model_len:,}, short of their output"
+            f"{counted(counts.truncated, 'request')} stopped at max_model_len {config.max_model_len:,}, "
+            "short of the output"
         )
     return warnings
 

@@ -17,7 +17,7 @@ from kvplan.topics.parts import (
     Timeline,
     Value,
 )
-from kvplan.units import format_share
+from kvplan.units import counted, format_share
 
 _EXAMPLE = (100, 50, 200, 30)
 
@@ -66,8 +66,8 @@ def explain(example: Example) -> Explanation:
     return example.explanation(
         [
             Prose(
-                f"{_some(places, 'place')}; answers of {', '.join(f'{output:,}' for output in outputs)} tokens come "
-                f"{_some(rounds, 'time')} over. A static batch ends with its longest; who is done leaves an empty "
+                f"{counted(places, 'place')}; answers of {', '.join(f'{output:,}' for output in outputs)} tokens come "
+                f"{counted(rounds, 'time')} over. A static batch ends with its longest; who is done leaves an empty "
                 "place until then. With continuous batching the next request takes it in the same step."
             ),
             Timeline("static", "Static", static_steps, _lanes(static, places), static_steps),
@@ -94,10 +94,6 @@ def explain(example: Example) -> Explanation:
         ],
         notes,
     )
-
-
-def _some(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def _mean_end(trial: Trial) -> float:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kvplan.config import load_model
@@ -48,7 +47,7 @@ class Example:
         name = self._resolver.choose("model", DEFAULT_MODEL, "default")
         spec = load_model(
             name,
-            catalogue=Path(options.models) if options.models else None,
+            catalogue=options.catalogue,
             overrides=options.set,
             where="--model",
         )

@@ -6,6 +6,8 @@ engine, told to keep nothing, is made to serve it.
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from kvplan.core.cost import Flops
 from kvplan.core.request import Request
 from kvplan.jobs.simulate import step_flops
@@ -92,8 +94,4 @@ def _times(ratio: float) -> str:
 
 def _sums(trial: Trial) -> list[int]:
     """Tokens computed up to each step."""
-    total, sums = 0, []
-    for moment in trial.moments:
-        total += sum(moment.scheduled.values())
-        sums.append(total)
-    return sums
+    return list(accumulate(sum(moment.scheduled.values()) for moment in trial.moments))

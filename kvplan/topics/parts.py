@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 from kvplan.core.pool_map import PoolMap
@@ -160,13 +161,13 @@ def _records(table: Table) -> list[dict[str, Value]]:
     return [dict(zip(keys, row, strict=True)) for row in table.rows]
 
 
-def stretches(marks: Sequence[str], *, idle: str = ".") -> tuple[Stretch, ...]:
-    """One mark a step as stretches, those of idleness left out."""
+def stretches(marks: Sequence[str]) -> tuple[Stretch, ...]:
+    """One mark a step as stretches, those of idleness (``.``) left out."""
     found: list[Stretch] = []
-    begin = 0
-    for i in range(1, len(marks) + 1):
-        if i == len(marks) or marks[i] != marks[begin]:
-            if marks[begin] != idle:
-                found.append(Stretch(begin, i - begin, marks[begin]))
-            begin = i
+    first = 0
+    for mark, same in groupby(marks):
+        steps = len(list(same))
+        if mark != ".":
+            found.append(Stretch(first, steps, mark))
+        first += steps
     return tuple(found)

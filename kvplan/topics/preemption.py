@@ -74,6 +74,12 @@ def explain(example: Example) -> Explanation:
             ("none: room for all", count * each, ample),
         )
     )
+
+    def drawn(key: str, title: str, trial: Trial, loud: str) -> Timeline:
+        lanes = (*(_lane(request.id, trial) for request in requests), _free(trial, room - 1))
+        longest = max(len(small.moments), len(swapped.moments))
+        return Timeline(key, title, len(trial.moments), lanes, longest, loud)
+
     return example.explanation(
         [
             Prose(
@@ -86,22 +92,18 @@ def explain(example: Example) -> Explanation:
                     else "Nobody has to give up a block."
                 )
             ),
-            Timeline(
+            drawn(
                 "recompute",
                 f"Computed again ({_PROMPT} prompt, {_DECODE} decoding, {_LOST} preempted, {_AGAIN} computed again, "
                 ". waiting or done)",
-                len(small.moments),
-                (*(_lane(request.id, small) for request in requests), _free(small, room - 1)),
-                max(len(small.moments), len(swapped.moments)),
-                loud=_LOST + _AGAIN + _PROMPT,
+                small,
+                _LOST + _AGAIN + _PROMPT,
             ),
-            Timeline(
+            drawn(
                 "swap",
                 f"Swapped by the paper's engine ({_LOST} out, {_BACK} back in)",
-                len(swapped.moments),
-                (*(_lane(request.id, swapped) for request in requests), _free(swapped, room - 1)),
-                max(len(small.moments), len(swapped.moments)),
-                loud=_LOST + _BACK + _PROMPT,
+                swapped,
+                _LOST + _BACK + _PROMPT,
             ),
             Table(
                 "runs",

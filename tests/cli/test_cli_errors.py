@@ -285,7 +285,7 @@ def test_a_bad_line_can_be_skipped_and_is_counted(cli: Cli, tmp_path: Path, line
     assert outcome.code == 0
     assert outcome.document["trace"]["skipped_lines"] == 1
     assert outcome.document["requests"]["finished"] == 2
-    assert outcome.err == "kvplan: warning: 1 bad lines were skipped\n"
+    assert outcome.err == "kvplan: warning: 1 bad line skipped\n"
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may read everything")

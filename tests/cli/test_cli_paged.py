@@ -135,8 +135,8 @@ def test_what_outgrows_the_pool_is_rejected_and_said(cli: Cli, tmp_path: Path) -
         "more_samples_than_max_num_seqs": 1,
         "needs_more_blocks_than_the_pool": 1,
     }
-    assert "1 requests were turned away: alone they need more than the 7 blocks" in outcome.err
-    assert "1 requests were turned away: they have more samples than max_num_seqs 256" in outcome.err
+    assert "1 request turned away: even alone too large for the 7 blocks" in outcome.err
+    assert "1 request turned away: more samples than max_num_seqs 256" in outcome.err
 
 
 def test_swapping_takes_the_time_of_the_link(cli: Cli, tmp_path: Path) -> None:

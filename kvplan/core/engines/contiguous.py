@@ -172,10 +172,8 @@ class Contiguous:
 
     def refusal(self, request: Request) -> str | None:
         """Why a request is turned away, or None; what can never be reserved would block the queue for ever."""
-        if request.input_tokens == 0:
-            return "empty_prompt"
-        if request.input_tokens >= self.config.max_model_len:
-            return "prompt_reaches_max_model_len"
+        if reason := request.refusal(self.config.max_model_len):
+            return reason
         if request.input_tokens > self.config.max_num_batched_tokens:
             return "prompt_exceeds_max_num_batched_tokens"
         slots = self.slots_to_reserve(Member(request, (0, 0), self.config.max_model_len))

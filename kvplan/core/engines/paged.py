@@ -204,10 +204,8 @@ class Paged:
     def refusal(self, request: Request) -> str | None:
         """Why a request is turned away at once, or None: alone in the pool it could not finish."""
         config = self.config
-        if request.input_tokens == 0:
-            return "empty_prompt"
-        if request.input_tokens >= config.max_model_len:
-            return "prompt_reaches_max_model_len"
+        if reason := request.refusal(config.max_model_len):
+            return reason
         if request.samples > config.max_num_seqs:
             return "more_samples_than_max_num_seqs"
         computed = min(request.input_tokens + request.output_tokens, config.max_model_len) - 1
@@ -396,9 +394,13 @@ class Paged:
             turn.new_blocks.setdefault(group, []).extend(new)
 
     def _stop(self, turn: Turn[Group], group: Group) -> None:
-        """Take its place from a group."""
+        """Take its place from a group; one of the cohort gets its tokens and blocks back."""
         if group.decoding:
             turn.stopped_decoding.append(group)
+        self._unseat(group)
+
+    def _unseat(self, group: Group) -> None:
+        if group.decoding:
             self._leave(group)
         self.stepping.pop(group, None)
         del self.running[group]

@@ -71,11 +71,7 @@ class Vllm:
 
     def refusal(self, request: Request) -> str | None:
         """Why the front end turns a request away before it reaches the scheduler, or None."""
-        if request.input_tokens == 0:
-            return "empty_prompt"
-        if request.input_tokens >= self.config.max_model_len:
-            return "prompt_reaches_max_model_len"
-        return None
+        return request.refusal(self.config.max_model_len)
 
     def add(self, request: Request) -> None:
         """Queue a request; `refusal` must be None."""
