@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
+import importlib
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -406,23 +404,12 @@ def test_kinds_whose_memory_is_not_known_are_refused(pool: type, cache: Cache) -
 # Logs
 
 
-def benchmark() -> ModuleType:
-    """The script that compares with logs, as a module."""
-    path = Path(kvplan.__file__).resolve().parents[1] / "benchmarks" / "other_engines_against_logs.py"
-    found = importlib.util.spec_from_file_location("other_engines_against_logs", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def test_every_row_of_a_log_that_says_enough_comes_out(shared: Path) -> None:
+def test_every_row_of_a_log_that_says_enough_comes_out(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shared / "truth" / "kv_logs.csv"
     if not path.is_file():
         pytest.skip(f"no file {path}")
-    script = benchmark()
+    monkeypatch.syspath_prepend(Path(kvplan.__file__).resolve().parents[1] / "benchmarks")
+    script = importlib.import_module("other_engines_against_logs")
     with path.open(encoding="utf-8", newline="") as lines:
         outcomes = [found for row in csv.DictReader(lines) if (found := script.check_row(row))]
     wrong = [found for found in outcomes if found.checks and not found.is_right]
