@@ -22,6 +22,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from log_figures import number, whole
+
 from kvplan.config import list_gpus, load_gpu, load_model
 from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
@@ -176,30 +178,30 @@ def read(row: dict[str, str]) -> Log | None:
         return None
     tp = int(row["tp"] or 1)
     version = row["engine_version"]
-    kv = _figure(row["available_kv_gib"])
+    kv = number(row["available_kv_gib"])
     if kv is None and row["kv_cache_tokens"]:
         try:
             per_token = size(spec.name, tensor_parallel_size=tp, engine=f"vllm@{version}").kv.bytes_per_token
             kv = per_token * int(row["kv_cache_tokens"]) / GIB
         except InputError:
             return None
-    utilization = _figure(row["gpu_memory_utilization"]) or (0.9 if release(version) < (0, 21) else 0.92)
     if kv is None or kv <= 0:
         return None
+    utilization = number(row["gpu_memory_utilization"]) or vllm_rules(version).gpu_memory_utilization
     return Log(
         name=row["model"],
         version=version,
         spec=spec,
         gpu=gpu,
-        total_gib=_figure(row["gpu_total_gib"]) or gpu.memory_bytes / GIB,
+        total_gib=number(row["gpu_total_gib"]) or gpu.memory_bytes / GIB,
         utilization=utilization,
         tp=tp,
         pp=int(row.get("pp") or 1),
-        batched_tokens=_count(row["max_num_batched_tokens"]),
-        sequences=_count(row["max_num_seqs"]),
+        batched_tokens=whole(row["max_num_batched_tokens"]),
+        sequences=whole(row["max_num_seqs"]),
         eager=row.get("enforce_eager") == "True",
         own_weights=not row["quantization"],
-        weights_gib=_figure(row["weights_gib"]),
+        weights_gib=number(row["weights_gib"]),
         kv_gib=kv,
     )
 
@@ -207,14 +209,14 @@ def read(row: dict[str, str]) -> Log | None:
 def _collected(row: dict[str, str]) -> Log | None:
     versions = [v for v in row["engine_version"].replace("~", "").split() if v.startswith("0.")]
     spec, gpu = _model(row["model"]), _gpu(row["gpu"])
-    total = _figure(row["gpu_total_gib"]) or (gpu.memory_bytes / GIB if gpu and gpu.memory_bytes else None)
-    kv, utilization = _figure(row["kv_gib"]), _figure(row["memory_fraction"])
+    total = number(row["gpu_total_gib"]) or (gpu.memory_bytes / GIB if gpu and gpu.memory_bytes else None)
+    kv, utilization = number(row["kv_gib"]), number(row["memory_fraction"])
     if row["engine"] != "vllm" or not versions or spec is None or total is None or utilization is None:
         return None
     if kv is None or kv <= 0 or not row["tp"] or row["consistent"] == "no" or "offload" in row["note"]:
         return None
     version = versions[0].rstrip("+").replace(".x", ".0")
-    tokens, sequences = _count(row["max_num_batched_tokens"]), _count(row["max_num_seqs"])
+    tokens, sequences = whole(row["max_num_batched_tokens"]), whole(row["max_num_seqs"])
     if "V0" in row["engine_version"] or release(version) < (0, 8):
         # The first engine took a prompt at once unless that was very long, and had one default for all GPUs.
         longest = int(row["max_model_len"] or 2048)
@@ -233,14 +235,14 @@ def _collected(row: dict[str, str]) -> Log | None:
         sequences=sequences,
         eager="eager" in row["note"],
         own_weights=not row["weight_quant"] and row["model_basis"] == "stated",
-        weights_gib=_figure(row["weights_gib"]),
+        weights_gib=number(row["weights_gib"]),
         kv_gib=kv,
     )
 
 
 def _measured(row: dict[str, str]) -> Log | None:
     spec, gpu = _model(row["model"]), _gpu(row["gpu"].split()[0] if row["gpu"] else "")
-    kv, utilization = _figure(row["kv_available_gib"]), _figure(row["gpu_util"])
+    kv, utilization = number(row["kv_available_gib"]), number(row["gpu_util"])
     match = re.search(r"vLLM (0\.[0-9]+\.[0-9]+)", row["engine"])
     # "V1" without a number is of the time when 0.10 and 0.11 were current.
     version = match[1] if match else "0.11" if "V1" in row["engine"] else None
@@ -254,14 +256,14 @@ def _measured(row: dict[str, str]) -> Log | None:
         spec=spec,
         gpu=gpu,
         total_gib=gpu.memory_bytes / GIB,
-        utilization=utilization or (0.9 if release(version) < (0, 21) else 0.92),
+        utilization=utilization or vllm_rules(version).gpu_memory_utilization,
         tp=int(row["tp"]),
         pp=1,
         batched_tokens=None,
         sequences=None,
         eager=False,
         own_weights=not re.search("(?i)fp8|nvfp4|gpt-oss", row["model"]),
-        weights_gib=_figure(row["weights_gib"]),
+        weights_gib=number(row["weights_gib"]),
         kv_gib=kv,
     )
 
@@ -296,14 +298,6 @@ def _gpu(name: str) -> Gpu | None:
         words = [word for word in words if not re.fullmatch("[0-9]+gb", word) or word == "80gb"]
         fitting = [gpu for gpu in list_gpus() if set(words) <= set(gpu.name.split("-"))]
         return fitting[0] if fitting else None
-
-
-def _figure(text: str | None) -> float | None:
-    return float(text) if text else None
-
-
-def _count(text: str | None) -> int | None:
-    return int(text) if text else None
 
 
 if __name__ == "__main__":

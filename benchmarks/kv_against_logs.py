@@ -24,6 +24,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from log_figures import Check, number, whole
+
 from kvplan import size
 from kvplan.config import load_gpu
 from kvplan.errors import KvplanError
@@ -109,20 +111,6 @@ class Row(NamedTuple):
     concurrency: float | None
     needed_gib: float | None
     estimated_len: int | None
-
-
-class Check(NamedTuple):
-    """One figure of a row: what was printed and what is predicted for the two ends of the printed memory."""
-
-    figure: str
-    printed: float
-    low: float
-    high: float
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the printed figure lies between the ends."""
-        return self.low <= self.printed <= self.high
 
 
 def main() -> None:
@@ -390,16 +378,6 @@ def known_gpu(text: str) -> dict[str, object]:
 def given(line: dict[str, str], **names: str) -> dict[str, object]:
     """Options for the columns that are filled in."""
     return {option: int(line[column]) for column, option in names.items() if line[column]}
-
-
-def number(text: str) -> float | None:
-    """A number, None where the field is empty."""
-    return float(text) if text else None
-
-
-def whole(text: str) -> int | None:
-    """A whole number, None where the field is empty."""
-    return int(float(text)) if text else None
 
 
 if __name__ == "__main__":

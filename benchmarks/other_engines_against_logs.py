@@ -21,6 +21,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from log_figures import Check, number, whole
+
 from kvplan.core.deployment import Deployment
 from kvplan.core.kv_cache import (
     Cache,
@@ -114,20 +116,6 @@ FORMS = {
 REASONS: dict[str, str] = {}
 
 
-class Check(NamedTuple):
-    """One figure: what was printed and what is predicted for the two ends of the figures it follows from."""
-
-    figure: str
-    printed: float
-    low: float
-    high: float
-
-    @property
-    def is_right(self) -> bool:
-        """Whether the printed figure lies between the predictions."""
-        return self.low <= self.printed <= self.high
-
-
 class Outcome(NamedTuple):
     """What became of a row: its checks, or why there are none."""
 
@@ -160,7 +148,7 @@ def check_row(row: Mapping[str, str]) -> Outcome | None:
 
 def _sglang_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
     """Tokens from the memory printed, states from their slots, and both from the memory that both take."""
-    tokens, kv = _whole(row, "kv_tokens"), _number(row, "kv_gib")
+    tokens, kv = whole(row["kv_tokens"]), number(row["kv_gib"])
     if tokens is None or kv is None:
         return []
     if row["record_id"] == "kv0075":
@@ -173,20 +161,20 @@ def _sglang_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
     if form == "fp8_e4m3" and "v3.2" in row["model"].lower():
         form = "fp8_ds_mla"  # the layout of 2025 on every GPU
     page = 64 if sparse and tokens % 64 == 0 else 1
-    tp = (_whole(row, "tp") or 1) // (_whole(row, "dp") or 1)
+    tp = (whole(row["tp"]) or 1) // (whole(row["dp"]) or 1)
     attention = tuple(part for part in shape if not isinstance(part[1], (GatedDeltaNet, Mamba2State)))
     deployment = _deployment("sglang", form, tp=tp, block_size=page)
     pool = SglangPool(_spec(attention), deployment)
     # K and V are rounded each on its own; the buffers have one page more than the line says.
-    error = GIB // 100 if _number(row, "kv_k_gib") is not None else GIB // 200
+    error = GIB // 100 if number(row["kv_k_gib"]) is not None else GIB // 200
     padding = pool.bytes_per_block()
     low, high = (
         pool.share(int(kv * GIB) + sign * error - padding, STAGE).num_blocks * page for sign in (-1, 1)
     )
     checks = [Check("tokens", tokens, low, high)]
-    state, slots = _number(row, "state_gib"), _slots(row)
+    state, slots = number(row["state_gib"]), _slots(row)
     if state is not None and slots is not None and len(attention) < len(shape):
-        limited = _whole(row, "max_num_seqs") == slots
+        limited = whole(row["max_num_seqs"]) == slots
         conv, recurrent = SglangRules().state_dtypes([cache for _, cache in shape])
         deployment = _deployment("sglang", form, tp=tp)
         deployment = deployment._replace(
@@ -210,12 +198,12 @@ def _tensorrt_llm_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
     """Blocks from free memory, and tokens from the memory taken."""
     name = row["record_id"]
     form = FORMS[name][0] if name in FORMS else {"fp8": "fp8"}.get(row["kv_cache_dtype"], "float16")
-    tokens_per_block = _whole(row, "block_size") or 64
-    fraction = FRACTIONS.get(name) or _number(row, "memory_fraction") or 0.9
+    tokens_per_block = whole(row["block_size"]) or 64
+    fraction = FRACTIONS.get(name) or number(row["memory_fraction"]) or 0.9
     deployment = _deployment("tensorrt-llm", form, block_size=tokens_per_block)
     pool = TensorrtLlmPool(_spec(shape), deployment._replace(gpu_memory_utilization=fraction))
-    blocks, tokens = _whole(row, "gpu_blocks"), _whole(row, "kv_tokens")
-    free, kv = _number(row, "kv_free_gib"), _number(row, "kv_gib")
+    blocks, tokens = whole(row["gpu_blocks"]), whole(row["kv_tokens"])
+    free, kv = number(row["kv_free_gib"]), number(row["kv_gib"])
     checks = []
     if blocks is not None and free is not None:
         ends = [
@@ -235,12 +223,12 @@ def _tensorrt_llm_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
 def _llama_cpp_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
     """Memory from cells."""
     name = row["record_id"]
-    cells = CELLS.get(name) or _whole(row, "kv_cells")
-    size, error = _number(row, "kv_mib"), 0.005
+    cells = CELLS.get(name) or whole(row["kv_cells"])
+    size, error = number(row["kv_mib"]), 0.005
     if row["kv_gib"] and cells is None:
         # A planner's line: memory for the context that was asked for.
-        cells, size, error = _whole(row, "max_model_len"), float(row["kv_gib"]) * 1024, 51.2
-    layers = _whole(row, "kv_layers")
+        cells, size, error = whole(row["max_model_len"]), float(row["kv_gib"]) * 1024, 51.2
+    layers = whole(row["kv_layers"])
     parts = shape
     if layers is not None and layers != sum(count for count, _ in shape):
         # The line of one of the two caches.
@@ -248,12 +236,12 @@ def _llama_cpp_checks(row: Mapping[str, str], shape: Shape) -> list[Check]:
     if cells is None or size is None or not parts:
         return []
     form = FORMS[name][0] if name in FORMS else row["kv_cache_dtype"] or "f16"
-    slots = _whole(row, "max_num_seqs") or 1
+    slots = whole(row["max_num_seqs"]) or 1
     deployment = _deployment("llama.cpp", form, block_size=256, batch=512)
     pool = LlamaCppPool(_spec(parts), deployment._replace(max_num_seqs=slots, is_max_num_seqs_given=True))
     if all(isinstance(cache, SlidingWindow) for _, cache in parts):
         # The cells of windows follow from the context; they are printed too.
-        context = _whole(row, "max_model_len") or cells
+        context = whole(row["max_model_len"]) or cells
         predicted = pool.cache_bytes(context) / MIB
     else:
         predicted = pool.cache_bytes(cells) / MIB
@@ -311,14 +299,6 @@ def _shape(model: str) -> Shape | None:
 def _slots(row: Mapping[str, str]) -> int | None:
     match = re.search(r"([0-9]+) mamba slots", row["note"])
     return int(match.group(1)) if match else None
-
-
-def _number(row: Mapping[str, str], name: str) -> float | None:
-    return float(row[name]) if row[name] else None
-
-
-def _whole(row: Mapping[str, str], name: str) -> int | None:
-    return int(float(row[name])) if row[name] else None
 
 
 def main() -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from command_line import Cli
 from model_files import write_gguf, write_holed
+from toy_models import LLAMA_CONFIG
 
 import kvplan
 from kvplan.core.model import ModelSpec
@@ -21,23 +22,13 @@ from kvplan.errors import InputError
 from kvplan.hf_config import FIELDS, Origin, spec_from_config
 
 ROOT = Path(kvplan.__file__).resolve().parents[1]
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-}
-GOOD = json.dumps(CONFIG)
+GOOD = json.dumps(LLAMA_CONFIG)
 
 
 def with_field(name: str, text: str) -> str:
     """The text of a config with a field whose value is written as given."""
     return (
-        json.dumps({key: value for key, value in CONFIG.items() if key != name})[:-1]
+        json.dumps({key: value for key, value in LLAMA_CONFIG.items() if key != name})[:-1]
         + f', "{name}": {text}}}'
     )
 
@@ -178,7 +169,7 @@ def read_or_refused(config: dict[str, object]) -> ModelSpec | InputError:
 def test_any_value_of_any_field_is_read_or_refused(name: str, architecture: str) -> None:
     for value in VALUES:
         for inner in (False, True):
-            config: dict[str, object] = {**CONFIG, "architectures": [architecture]}
+            config: dict[str, object] = {**LLAMA_CONFIG, "architectures": [architecture]}
             if inner:
                 config["text_config"] = {name: value}
             else:

@@ -103,19 +103,23 @@ def scenarios(draw: st.DrawFn) -> tuple[ContiguousConfig, list[Request]]:
     return settings, requests
 
 
-@pytest.mark.parametrize("watched", [False, True])
-@given(scenarios())
-def test_every_request_ends_nothing_overlaps_and_all_is_free_at_the_end(
-    watched: bool, scenario: tuple[ContiguousConfig, list[Request]]
-) -> None:
-    settings, requests = scenario
-    metrics = Metrics(
+def metrics_of(settings: ContiguousConfig) -> Metrics:
+    return Metrics(
         num_gpu_blocks=settings.num_gpu_blocks,
         block_size=1,
         prefix_caching=False,
         seconds_per_tick=Fraction(1),
         usable_blocks=settings.usable_blocks,
     )
+
+
+@pytest.mark.parametrize("watched", [False, True])
+@given(scenarios())
+def test_every_request_ends_nothing_overlaps_and_all_is_free_at_the_end(
+    watched: bool, scenario: tuple[ContiguousConfig, list[Request]]
+) -> None:
+    settings, requests = scenario
+    metrics = metrics_of(settings)
     engine = Contiguous(settings, watched=watched)
 
     def look(record: StepRecord) -> None:
@@ -154,13 +158,7 @@ def test_a_watched_run_decides_the_same(
     settings, requests = scenario
     found = []
     for watched in (False, True):
-        metrics = Metrics(
-            num_gpu_blocks=settings.num_gpu_blocks,
-            block_size=1,
-            prefix_caching=False,
-            seconds_per_tick=Fraction(1),
-            usable_blocks=settings.usable_blocks,
-        )
+        metrics = metrics_of(settings)
         engine = Contiguous(settings, watched=watched)
         run(requests, engine, constant(1), metrics, decode_price=constant_decode(1))
         found.append(

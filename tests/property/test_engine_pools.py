@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_models import toy_spec
 
 from kvplan.core.deployment import Deployment
 from kvplan.core.engine_sizing import engine_sizing
@@ -14,7 +15,6 @@ from kvplan.core.kv_cache import (
     CacheFormat,
     FullAttention,
     LatentAttention,
-    LayerCache,
     ShortConv,
     SlidingWindow,
 )
@@ -57,21 +57,12 @@ def pools(draw: st.DrawFn) -> tuple[Pool, ModelSpec, CacheFormat, str]:
     if engine != "vllm":
         caches += draw(st.lists(st.one_of(kinds), max_size=6))
     form = CacheFormat("bfloat16", FORMS[engine])
-    spec = ModelSpec(
-        name="toy",
-        family="toy",
+    spec = toy_spec(
+        *caches,
         architecture=draw(st.sampled_from(["LlamaForCausalLM", "GptOssForCausalLM"])),
-        num_layers=len(caches),
-        hidden_size=64,
-        num_heads=8,
         num_kv_heads=8,
         head_dim=32,
-        vocab_size=100,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-        layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(None, "config"),
-        source="a test",
     )
     deployment = Deployment(
         seq=1,

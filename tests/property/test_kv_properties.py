@@ -9,6 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from toy_models import CONFIG_SIZES
 
 from kvplan.core.architectures import ARCHITECTURES
 from kvplan.core.kv_cache import (
@@ -200,15 +201,7 @@ def test_a_hybrid_block_holds_the_largest_state(
         assert attention[0].page_bytes(chosen, BF16) >= max(s.page_bytes(1, BF16) for s in states)
 
 
-PLAIN: dict[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "vocab_size": 100,
-    "max_position_embeddings": 256,
-}
+PLAIN = CONFIG_SIZES | {"max_position_embeddings": 256}
 WORDS = st.sampled_from(
     ["full_attention", "sliding_attention", "mamba", "M*M*", "FSSF", "auto", "float32", "x"]
 )

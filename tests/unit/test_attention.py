@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from toy_models import CONFIG_SIZES
 
 from kvplan.core.kv_cache import (
     Cache,
@@ -31,14 +32,6 @@ from kvplan.core.model import ModelSpec
 from kvplan.errors import InputError
 from kvplan.hf_config import Origin, spec_from_config
 
-PLAIN: dict[str, object] = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "num_hidden_layers": 4,
-    "vocab_size": 100,
-}
 FULL = FullAttention(2, 16)
 #: What the layer of a class with experts needs to be counted.
 EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8, "num_local_experts": 2}
@@ -47,7 +40,7 @@ MLA = LatentAttention(512, 64)
 
 
 def model_of(architecture: str, **fields: object) -> ModelSpec:
-    config = {**PLAIN, "architectures": [architecture], **fields}
+    config = {**CONFIG_SIZES, "architectures": [architecture], **fields}
     return spec_from_config({k: v for k, v in config.items() if v != "absent"}, origin=ORIGIN, source="test")
 
 

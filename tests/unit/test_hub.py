@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from toy_models import LLAMA_CONFIG
 
 import kvplan
 from kvplan.config import load_model
@@ -23,17 +24,7 @@ from kvplan.hub import Repo, cached_folder, parse_repo
 
 ROOT = Path(kvplan.__file__).resolve().parents[1]
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "max_position_embeddings": 2048,
-    "num_attention_heads": 4,
-    "num_hidden_layers": 2,
-    "num_key_value_heads": 2,
-    "vocab_size": 100,
-    "torch_dtype": "bfloat16",
-}
+CONFIG = LLAMA_CONFIG | {"torch_dtype": "bfloat16"}
 HAS_LIBRARY = importlib.util.find_spec("huggingface_hub") is not None
 needs_library = pytest.mark.skipif(not HAS_LIBRARY, reason="huggingface_hub is not installed: kvplan[hub]")
 

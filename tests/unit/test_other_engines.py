@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
-import sys
+import importlib
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+from toy_models import toy_spec
 
 import kvplan
 from kvplan.core.deployment import Deployment
@@ -21,18 +20,16 @@ from kvplan.core.kv_cache import (
     CrossAttention,
     FullAttention,
     LatentAttention,
-    LayerCache,
     Mamba1State,
     ShortConv,
     SlidingWindow,
     SparseIndexer,
 )
-from kvplan.core.model import ModelSpec
 from kvplan.core.pools.llama_cpp import LlamaCppPool, LlamaCppRules, llama_cpp_stages
 from kvplan.core.pools.paged import ContiguousPool, ContiguousRules, PagedPool
 from kvplan.core.pools.sglang import SglangPool, SglangRules, num_prefill_graphs, sglang_stages
 from kvplan.core.pools.tensorrt_llm import TensorrtLlmPool, TensorrtLlmRules, tensorrt_llm_stages
-from kvplan.core.weights import WHOLE_MODEL, Weights
+from kvplan.core.weights import WHOLE_MODEL
 from kvplan.errors import InputError
 
 MIB = 1 << 20
@@ -45,26 +42,6 @@ WINDOW = SlidingWindow(4, 8, 100)
 CONV = ShortConv(32, 4)
 
 
-def spec(*caches: Cache, architecture: str = "LlamaForCausalLM") -> ModelSpec:
-    """A model with one layer for each of these caches."""
-    return ModelSpec(
-        name="toy",
-        family="toy",
-        architecture=architecture,
-        num_layers=len(caches),
-        hidden_size=64,
-        num_heads=8,
-        num_kv_heads=4,
-        head_dim=8,
-        vocab_size=100,
-        max_position_embeddings=4096,
-        dtype="bfloat16",
-        layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
-        weights=Weights(1000, "config"),
-        source="a test",
-    )
-
-
 def deployment(form: str = "bfloat16", **changes: Any) -> Deployment:
     """In 16 bits unless said."""
     return Deployment(seq=1, max_model_len=4096, cache=CacheFormat("bfloat16", form), **changes)
@@ -74,7 +51,7 @@ def deployment(form: str = "bfloat16", **changes: Any) -> Deployment:
 
 
 def test_the_plain_formula_has_one_block_over_all_layers_and_no_null_block() -> None:
-    pool = PagedPool(spec(FULL, FULL, FULL), deployment(block_size=16))
+    pool = PagedPool(toy_spec(FULL, FULL, FULL), deployment(block_size=16))
     assert pool.bytes_per_block() == 3 * 128 * 16
     assert (pool.blocks(1), pool.blocks(16), pool.blocks(17)) == (1, 1, 2)
     assert pool.share(100 * 6144 + 6143, ALL) == (100, 614_400, None)
@@ -83,22 +60,22 @@ def test_the_plain_formula_has_one_block_over_all_layers_and_no_null_block() -> 
 
 
 def test_in_the_plain_formula_windows_keep_all_tokens() -> None:
-    pool = PagedPool(spec(FULL, WINDOW), deployment(block_size=16))
+    pool = PagedPool(toy_spec(FULL, WINDOW), deployment(block_size=16))
     assert pool.bytes_per_block() == 2 * 128 * 16
     assert pool.blocks(1600) == 100
 
 
 def test_in_the_plain_formula_a_state_takes_whole_blocks() -> None:
     # 192 bytes of state in blocks of 128 x 1: 2 blocks beside those of the tokens.
-    pool = PagedPool(spec(FULL, CONV), deployment(block_size=1))
+    pool = PagedPool(toy_spec(FULL, CONV), deployment(block_size=1))
     assert pool.blocks(10) == 12
     assert [group.blocks_per_sequence for group in pool.groups(10)] == [10, 2]
-    alone = PagedPool(spec(CONV), deployment(block_size=16))
+    alone = PagedPool(toy_spec(CONV), deployment(block_size=16))
     assert (alone.bytes_per_block(), alone.blocks(10)) == (192, 1)
 
 
 def test_the_paged_budget_is_the_share_less_what_is_taken() -> None:
-    pool = PagedPool(spec(FULL), deployment(gpu_memory_utilization=0.9))
+    pool = PagedPool(toy_spec(FULL), deployment(gpu_memory_utilization=0.9))
     assert pool.kv_memory(1000, 300) == 600
 
 
@@ -119,7 +96,7 @@ def test_the_paged_budget_is_the_share_less_what_is_taken() -> None:
 def test_a_sequence_takes_what_is_reserved_for_it(
     engine: str, block_size: int, blocks: tuple[int, int]
 ) -> None:
-    pool = ContiguousPool(spec(FULL), deployment(engine=engine, block_size=block_size))
+    pool = ContiguousPool(toy_spec(FULL), deployment(engine=engine, block_size=block_size))
     assert (pool.blocks(500), pool.blocks(513)) == blocks
     assert pool.allocated_bytes(500) == blocks[0] * block_size * 128
 
@@ -135,9 +112,10 @@ def test_the_batch_of_an_engine_that_splits_no_prompt_holds_the_longest() -> Non
 
 def test_a_pool_of_tokens_has_as_many_as_the_memory_holds_in_whole_pages() -> None:
     assert (
-        SglangPool(spec(FULL, FULL), deployment(block_size=1)).share(256 * 1000 + 255, ALL).num_blocks == 1000
+        SglangPool(toy_spec(FULL, FULL), deployment(block_size=1)).share(256 * 1000 + 255, ALL).num_blocks
+        == 1000
     )
-    pool = SglangPool(spec(FULL, FULL), deployment(block_size=64))
+    pool = SglangPool(toy_spec(FULL, FULL), deployment(block_size=64))
     share = pool.share(256 * 1000, ALL)
     assert share.num_blocks == 15  # 1000 tokens are 15.6 pages
     assert share.pool_bytes == 16 * 64 * 256  # and a page for writes that go nowhere
@@ -147,10 +125,14 @@ def test_a_pool_of_tokens_has_as_many_as_the_memory_holds_in_whole_pages() -> No
 def test_latents_and_indexers_have_a_row_each() -> None:
     caches = (LatentAttention(512, 64), SparseIndexer(128))
     # 576 x 2 + 128 + 4; in fp8 512 + 4 x 4 + 64 x 2 + 132.
-    assert SglangPool(spec(*caches), deployment(block_size=64)).bytes_per_block() == 64 * 1284
-    assert SglangPool(spec(*caches), deployment("fp8_ds_mla", block_size=64)).bytes_per_block() == 64 * 788
+    assert SglangPool(toy_spec(*caches), deployment(block_size=64)).bytes_per_block() == 64 * 1284
+    assert (
+        SglangPool(toy_spec(*caches), deployment("fp8_ds_mla", block_size=64)).bytes_per_block() == 64 * 788
+    )
     # Half a byte an element and a byte for 16.
-    assert SglangPool(spec(caches[0]), deployment("fp4_mx_block16", block_size=1)).bytes_per_block() == 324
+    assert (
+        SglangPool(toy_spec(caches[0]), deployment("fp4_mx_block16", block_size=1)).bytes_per_block() == 324
+    )
 
 
 @pytest.mark.parametrize(
@@ -158,54 +140,57 @@ def test_latents_and_indexers_have_a_row_each() -> None:
 )
 def test_forms_of_eight_and_four_bits(form: str, row: int) -> None:
     # 4 heads x 16 elements; the scales of nvfp4 are counted in each head alone, of 8 elements none.
-    assert SglangPool(spec(FULL), deployment(form, block_size=1)).bytes_per_block() == row
+    assert SglangPool(toy_spec(FULL), deployment(form, block_size=1)).bytes_per_block() == row
 
 
 def test_windows_have_a_pool_of_their_own_in_architectures_that_sglang_knows() -> None:
     # 128 + 0.8 x 128 = 230.4 bytes a token; 10,000 tokens, of windows 8,000.
-    model = spec(FULL, WINDOW, architecture="GptOssForCausalLM")
+    model = toy_spec(FULL, WINDOW, architecture="GptOssForCausalLM")
     pool = SglangPool(model, deployment(block_size=1))
     assert pool.bytes_per_block() == 231
     assert pool.share(2_304_000, ALL).num_blocks == 10_000
     # 1,000 tokens: the whole layers are scarcer; 101: both alike, 101 / 0.8 = 126.25 rows of the scarcer pool.
     assert (pool.blocks(1000), pool.blocks(101)) == (1000, 127)
     assert pool.allocated_bytes(1000) == 1000 * 128 + 101 * 128
-    elsewhere = SglangPool(spec(FULL, WINDOW), deployment(block_size=1))
+    elsewhere = SglangPool(toy_spec(FULL, WINDOW), deployment(block_size=1))
     assert elsewhere.bytes_per_block() == 256
     off = SglangPool(model, deployment(block_size=1, hybrid_kv_cache_manager=False))
     assert off.bytes_per_block() == 256
 
 
 def test_a_pool_of_windows_that_holds_no_window_is_refused() -> None:
-    pool = SglangPool(spec(FULL, WINDOW, architecture="GptOssForCausalLM"), deployment(block_size=1))
+    pool = SglangPool(toy_spec(FULL, WINDOW, architecture="GptOssForCausalLM"), deployment(block_size=1))
     assert pool.share(231 * 126, ALL).num_blocks == 0
     assert pool.share(231 * 130, ALL).num_blocks == 130
 
 
 def test_layers_of_windows_alone_need_no_ratio() -> None:
-    pool = SglangPool(spec(WINDOW, architecture="GptOssForCausalLM"), deployment(block_size=1))
+    pool = SglangPool(toy_spec(WINDOW, architecture="GptOssForCausalLM"), deployment(block_size=1))
     assert (pool.bytes_per_block(), pool.blocks(50), pool.blocks(5000)) == (128, 50, 101)
 
 
 def test_states_take_their_part_first_and_limit_the_requests() -> None:
     # 0.9 / 1.9 of 19,200 bytes are 9,094.7: (9,094.7 - 192) // 192 = 46 slots and one for padding: 9,024 bytes.
-    pool = SglangPool(spec(FULL, CONV), deployment(block_size=1))
+    pool = SglangPool(toy_spec(FULL, CONV), deployment(block_size=1))
     share = pool.share(19_200, ALL)
     assert share.num_blocks == (19_200 - 47 * 192) // 128 == 79
     assert share.sequences == 46 // 5  # three slots a request, and two as steps overlap
-    assert SglangPool(spec(FULL, CONV), deployment(async_scheduling=False)).share(19_200, ALL).sequences == 15
+    assert (
+        SglangPool(toy_spec(FULL, CONV), deployment(async_scheduling=False)).share(19_200, ALL).sequences
+        == 15
+    )
 
 
 def test_without_a_radix_cache_there_is_a_slot_for_each_request_that_may_run() -> None:
     settings: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 8, "block_size": 1}
-    pool = SglangPool(spec(FULL, CONV), deployment(is_max_num_seqs_given=True, **settings))
+    pool = SglangPool(toy_spec(FULL, CONV), deployment(is_max_num_seqs_given=True, **settings))
     assert pool.share(19_200, ALL)[:3] == (136, 9 * 192 + 137 * 128, 8)
-    not_given = SglangPool(spec(FULL, CONV), deployment(**settings))
+    not_given = SglangPool(toy_spec(FULL, CONV), deployment(**settings))
     assert not_given.share(19_200, ALL).sequences == 46
 
 
 def test_of_states_alone_the_slots_are_the_limit() -> None:
-    pool = SglangPool(spec(Mamba1State(32, 4, 4)), deployment(block_size=1))
+    pool = SglangPool(toy_spec(Mamba1State(32, 4, 4)), deployment(block_size=1))
     assert pool.blocks(1000) == 0
     assert pool.share(10 * GIB, ALL).sequences is not None
 
@@ -245,7 +230,7 @@ def test_sparse_latents_take_the_form_of_the_gpu() -> None:
 
     def form(asked: str, capability: str) -> str:
         return SglangRules().kv_form(
-            asked, spec=spec(*caches), dtype="bfloat16", compute_capability=capability
+            asked, spec=toy_spec(*caches), dtype="bfloat16", compute_capability=capability
         )[0]
 
     assert (form("auto", "9.0"), form("auto", "10.0")) == ("bfloat16", "fp8_e4m3")
@@ -278,32 +263,32 @@ def test_extra_layers_go_to_the_last_stages_in_sglang_and_to_the_first_in_tensor
 
 def test_tokens_are_rounded_up_to_whole_blocks() -> None:
     # 1,000 tokens of 256 bytes fit; 32 blocks of 32 are 1,024 tokens, a little more than there is room for.
-    pool = TensorrtLlmPool(spec(FULL, FULL), deployment(block_size=32))
+    pool = TensorrtLlmPool(toy_spec(FULL, FULL), deployment(block_size=32))
     assert pool.share(256_000, ALL) == (32, 32 * 32 * 256, None)
     assert pool.share(256 * 992, ALL).num_blocks == 31
     assert pool.token_line(32, 512) == (1024, 2.0)
 
 
 def test_the_fraction_is_of_what_is_free() -> None:
-    pool = TensorrtLlmPool(spec(FULL), deployment(block_size=32, gpu_memory_utilization=0.9))
+    pool = TensorrtLlmPool(toy_spec(FULL), deployment(block_size=32, gpu_memory_utilization=0.9))
     assert pool.kv_memory(1000, 300) == 630
 
 
 def test_tensorrt_llm_refuses_states_and_odd_blocks() -> None:
     with pytest.raises(InputError, match="states such as short_conv is not known"):
-        TensorrtLlmPool(spec(FULL, CONV), deployment(block_size=32))
+        TensorrtLlmPool(toy_spec(FULL, CONV), deployment(block_size=32))
     with pytest.raises(InputError, match="no blocks of 48 tokens"):
-        TensorrtLlmPool(spec(FULL), deployment(block_size=48))
+        TensorrtLlmPool(toy_spec(FULL), deployment(block_size=48))
 
 
 @pytest.mark.parametrize(("form", "row"), [("fp8", 64), ("int8", 64), ("float32", 256)])
 def test_forms_of_tensorrt_llm(form: str, row: int) -> None:
-    assert TensorrtLlmPool(spec(FULL), deployment(form, block_size=2)).bytes_per_block() == 2 * row
+    assert TensorrtLlmPool(toy_spec(FULL), deployment(form, block_size=2)).bytes_per_block() == 2 * row
 
 
 def test_a_checkpoint_decides_the_form_where_tensorrt_llm_has_it() -> None:
     def form(checkpoint: str | None) -> str:
-        model = replace(spec(FULL), kv_cache_dtype=checkpoint)
+        model = replace(toy_spec(FULL), kv_cache_dtype=checkpoint)
         return TensorrtLlmRules().kv_form("auto", spec=model, dtype="bfloat16", compute_capability=None)[0]
 
     assert (form("fp8"), form("nvfp4"), form("odd"), form(None)) == ("fp8", "nvfp4", "bfloat16", "bfloat16")
@@ -329,47 +314,49 @@ def test_a_checkpoint_decides_the_form_where_tensorrt_llm_has_it() -> None:
 )
 def test_types_of_keys_and_values(form: str, row: int) -> None:
     # 8 heads x 128 elements = 1,024: 32 blocks of 32, or 8 of 128.
-    pool = LlamaCppPool(spec(FullAttention(8, 128)), deployment(form))
+    pool = LlamaCppPool(toy_spec(FullAttention(8, 128)), deployment(form))
     assert pool.bytes_per_block() == 256 * row
 
 
 def test_rows_that_are_no_whole_blocks_are_refused() -> None:
-    pool = LlamaCppPool(spec(FullAttention(1, 80)), deployment("q8_0"))
+    pool = LlamaCppPool(toy_spec(FullAttention(1, 80)), deployment("q8_0"))
     with pytest.raises(InputError, match="80 elements are no whole blocks of 32 of q8_0"):
         pool.bytes_per_block()
 
 
 def test_a_latent_is_a_key_alone_and_an_indexer_one_more() -> None:
-    pool = LlamaCppPool(spec(LatentAttention(512, 64), SparseIndexer(128)), deployment("q8_0/q8_0"))
+    pool = LlamaCppPool(toy_spec(LatentAttention(512, 64), SparseIndexer(128)), deployment("q8_0/q8_0"))
     assert pool.bytes_per_block() == 256 * (576 // 32 * 34 + 128 // 32 * 34)
 
 
 def test_four_slots_share_a_context_unless_a_number_is_asked_for() -> None:
-    shared = LlamaCppPool(spec(FULL), deployment("f16", max_num_seqs=4))
+    shared = LlamaCppPool(toy_spec(FULL), deployment("f16", max_num_seqs=4))
     assert shared.share(100 * 256 * 128, ALL) == (100, 100 * 256 * 128, 4)
     assert shared.start_check_blocks(100) == 100
-    apart = LlamaCppPool(spec(FULL), deployment("f16", max_num_seqs=3, is_max_num_seqs_given=True))
+    apart = LlamaCppPool(toy_spec(FULL), deployment("f16", max_num_seqs=3, is_max_num_seqs_given=True))
     assert apart.share(100 * 256 * 128, ALL) == (99, 99 * 256 * 128, 3)
     assert apart.start_check_blocks(99) == 33
 
 
 def test_a_context_is_padded_for_each_stream() -> None:
-    pool = LlamaCppPool(spec(FULL), deployment("f16", max_num_seqs=3, is_max_num_seqs_given=True))
+    pool = LlamaCppPool(toy_spec(FULL), deployment("f16", max_num_seqs=3, is_max_num_seqs_given=True))
     assert pool.cache_bytes(1000) == 3 * 512 * 128  # 333 cells each, padded to 512
 
 
 def test_windows_have_cells_for_the_window_and_a_batch() -> None:
     caches = (FULL, WINDOW)
     one: dict[str, Any] = {"max_num_seqs": 1, "is_max_num_seqs_given": True, "max_num_batched_tokens": 512}
-    pool = LlamaCppPool(spec(*caches), deployment("f16", **one))
+    pool = LlamaCppPool(toy_spec(*caches), deployment("f16", **one))
     # 100 + 512 padded to 768; never more than the context.
     assert pool.cache_bytes(8192) == (8192 + 768) * 128
     assert pool.cache_bytes(256) == (256 + 256) * 128
-    shared = LlamaCppPool(spec(*caches), deployment("f16", max_num_seqs=4, max_num_batched_tokens=512))
+    shared = LlamaCppPool(toy_spec(*caches), deployment("f16", max_num_seqs=4, max_num_batched_tokens=512))
     assert shared.cache_bytes(8192) == (8192 + 1024) * 128  # four windows: 912 cells
-    two = LlamaCppPool(spec(*caches), deployment("f16", **(one | {"max_num_seqs": 2})))
+    two = LlamaCppPool(toy_spec(*caches), deployment("f16", **(one | {"max_num_seqs": 2})))
     assert two.cache_bytes(8192) == (8192 + 2 * 768) * 128
-    full = LlamaCppPool(spec(*caches), deployment("f16", hybrid_kv_cache_manager=False, **one))  # --swa-full
+    full = LlamaCppPool(
+        toy_spec(*caches), deployment("f16", hybrid_kv_cache_manager=False, **one)
+    )  # --swa-full
     assert full.cache_bytes(8192) == 2 * 8192 * 128
 
 
@@ -379,7 +366,7 @@ def test_the_largest_context_leaves_room_for_windows_and_states() -> None:
     deployed = deployed._replace(
         cache=deployed.cache._replace(mamba_cache_dtype="float32", mamba_ssm_cache_dtype="float32")
     )
-    pool = LlamaCppPool(spec(*caches), deployed)
+    pool = LlamaCppPool(toy_spec(*caches), deployed)
     fixed = 768 * 128 + 384
     assert pool.share(fixed + 10 * 256 * 128, ALL) == (10, fixed + 10 * 256 * 128, 1)
     assert pool.share(fixed + 10 * 256 * 128 - 1, ALL).num_blocks == 9
@@ -387,7 +374,7 @@ def test_the_largest_context_leaves_room_for_windows_and_states() -> None:
 
 
 def test_states_alone_need_no_cells() -> None:
-    pool = LlamaCppPool(spec(CONV), deployment("f16", max_num_seqs=4))
+    pool = LlamaCppPool(toy_spec(CONV), deployment("f16", max_num_seqs=4))
     assert pool.blocks(1000) == 0
     assert pool.share(4 * 192, ALL).sequences == 4
     assert pool.share(4 * 192 - 1, ALL).sequences == 0
@@ -395,7 +382,7 @@ def test_states_alone_need_no_cells() -> None:
 
 def test_the_cache_is_f16_whatever_the_dtype() -> None:
     def form(asked: str) -> str:
-        model = replace(spec(FULL), kv_cache_dtype="fp8")
+        model = replace(toy_spec(FULL), kv_cache_dtype="fp8")
         return LlamaCppRules().kv_form(asked, spec=model, dtype="bfloat16", compute_capability=None)[0]
 
     assert (form("auto"), form("q8_0"), form("q8_0/q5_1")) == ("f16", "q8_0", "q8_0/q5_1")
@@ -411,29 +398,18 @@ def test_the_cache_is_f16_whatever_the_dtype() -> None:
 @pytest.mark.parametrize("cache", [CrossAttention(4, 8), CompressedLatent(512, 4)])
 def test_kinds_whose_memory_is_not_known_are_refused(pool: type, cache: Cache) -> None:
     with pytest.raises(InputError, match=f"keeps layers of the kind {cache.kind} is not known"):
-        pool(spec(FULL, cache), deployment(block_size=32))
+        pool(toy_spec(FULL, cache), deployment(block_size=32))
 
 
 # Logs
 
 
-def benchmark() -> ModuleType:
-    """The script that compares with logs, as a module."""
-    path = Path(kvplan.__file__).resolve().parents[1] / "benchmarks" / "other_engines_against_logs.py"
-    found = importlib.util.spec_from_file_location("other_engines_against_logs", path)
-    assert found is not None
-    assert found.loader is not None
-    module = importlib.util.module_from_spec(found)
-    sys.modules[found.name] = module
-    found.loader.exec_module(module)
-    return module
-
-
-def test_every_row_of_a_log_that_says_enough_comes_out(shared: Path) -> None:
+def test_every_row_of_a_log_that_says_enough_comes_out(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = shared / "truth" / "kv_logs.csv"
     if not path.is_file():
         pytest.skip(f"no file {path}")
-    script = benchmark()
+    monkeypatch.syspath_prepend(Path(kvplan.__file__).resolve().parents[1] / "benchmarks")
+    script = importlib.import_module("other_engines_against_logs")
     with path.open(encoding="utf-8", newline="") as lines:
         outcomes = [found for row in csv.DictReader(lines) if (found := script.check_row(row))]
     wrong = [found for found in outcomes if found.checks and not found.is_right]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+from toy_models import toy_spec
 
 from kvplan.config import load_model
 from kvplan.core.deployment import Deployment, Margin, pipeline_stages, stages_of
@@ -52,21 +54,13 @@ def toy(
 ) -> ModelSpec:
     """2 layers; with 4 KV heads of 8 elements a token has 2 x 4 x 16 x 2 = 256 bytes in 16 bits."""
     caches = caches or (FullAttention(4, 8),) * 2
-    return ModelSpec(
-        name="toy",
+    return toy_spec(
+        *caches,
         family="llama",
-        architecture="LlamaForCausalLM",
-        num_layers=len(caches),
-        hidden_size=64,
         num_heads=heads,
-        num_kv_heads=4,
-        head_dim=8,
-        vocab_size=100,
         max_position_embeddings=longest,
         dtype="float16",
-        layers=tuple(LayerCache(i, cache) for i, cache in enumerate(caches)),
         weights=Weights(parameters, "config"),
-        source="a test",
     )
 
 
@@ -276,8 +270,7 @@ def test_the_draft_on_the_last_stage_can_make_it_the_limiting_one() -> None:
 
 
 def test_a_stage_without_any_cache_is_refused() -> None:
-    spec = toy(FullAttention(4, 8), FullAttention(4, 8))
-    spec = ModelSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"num_layers": 4})
+    spec = replace(toy(FullAttention(4, 8), FullAttention(4, 8)), num_layers=4)
     with pytest.raises(InputError, match="a stage of the pipeline has no layer with a cache"):
         capacity_of(spec, deployment(pipeline_parallel_size=2, kv_cache_memory_bytes=GIB))
 
@@ -488,8 +481,7 @@ def test_unknown_weights_are_refused_with_a_gpu_and_do_not_matter_with_given_byt
 
 
 def test_a_model_without_any_cache_has_the_one_block_that_the_engine_makes() -> None:
-    spec = toy()
-    spec = ModelSpec(**{name: getattr(spec, name) for name in spec.__slots__} | {"layers": ()})
+    spec = replace(toy(), layers=())
     found = capacity_of(spec, deployment(kv_cache_memory_bytes=GIB))
     assert (found.num_gpu_blocks, found.kv_cache_tokens, found.next_block_bytes) == (1, 0, 0)
     assert found.concurrent_sequences == 0
