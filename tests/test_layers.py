@@ -230,7 +230,6 @@ OUTER = {
     "kvplan.calibration": ["kvplan.errors", "kvplan.safe_yaml"],
     "kvplan.log_budget": ["kvplan.calibration", "kvplan.serving", "kvplan.startup_log"],
     "kvplan.likely_causes": [
-        "kvplan.config",
         "kvplan.errors",
         "kvplan.log_budget",
         "kvplan.log_lines",
