@@ -72,6 +72,11 @@ class _File:
         self._fields[id(node.raw)] = fields
         return fields
 
+    def below(self, fields: Mapping[str, Node], key: str) -> Mapping[str, Node]:
+        """The fields of a field; none where it is no mapping, or is not there."""
+        node = fields.get(key)
+        return self.fields(node) if node is not None and node.is_mapping else {}
+
     def word(self, node: Node, what: str) -> Word:
         """A plain value as a word that knows the places inside it; ``what`` names it in errors."""
         text = node.text
@@ -243,6 +248,17 @@ def _from_config(node: Node, file: _File) -> _Candidate:
 # What compose files and manifests share
 
 
+def _text(fields: Mapping[str, Node], key: str) -> str | None:
+    """A field that is plain text."""
+    return fields[key].text if key in fields else None
+
+
+def _count(fields: Mapping[str, Node], key: str) -> int | None:
+    """A field that is a whole number of up to four digits."""
+    text = _text(fields, key) or ""
+    return int(text) if re.fullmatch(r"[0-9]{1,4}", text) else None
+
+
 def _fill_in(word: Word, pattern: re.Pattern[str], value: Callable[[re.Match[str]], str | None]) -> Word:
     """A word with its variables filled in; one whose value is not known stays and is noted."""
     unknown = word.unknown
@@ -353,19 +369,19 @@ class _Compose:
 
 def _compose_gpus(fields: Mapping[str, Node], file: _File) -> int | None:
     """GPUs of ``deploy.resources.reservations.devices``; None for all, or if it does not say."""
-    node: Node | None = fields.get("deploy")
-    for key in ("resources", "reservations", "devices"):
-        node = file.fields(node).get(key) if node is not None and node.is_mapping else None
-    if node is None or not node.is_sequence:
+    for key in ("deploy", "resources", "reservations"):
+        fields = file.below(fields, key)
+    devices = fields.get("devices")
+    if devices is None or not devices.is_sequence:
         return None
     total = 0
-    for device in node.sequence("devices"):
+    for device in devices.sequence("devices"):
         device_fields = file.fields(device)
-        ids, count = device_fields.get("device_ids"), device_fields.get("count")
+        ids = device_fields.get("device_ids")
         if ids is not None and ids.is_sequence:
             total += len(ids.sequence("device_ids"))
-        elif count is not None and re.fullmatch(r"[0-9]{1,4}", count.text or ""):
-            total += int(count.text or 0)
+        else:
+            total += _count(device_fields, "count") or 0
     return total or None
 
 
@@ -407,14 +423,11 @@ class _Kubernetes:
             yield fields
 
     def _kind(self, fields: Mapping[str, Node]) -> str:
-        return (fields["kind"].text or "") if "kind" in fields else ""
+        return _text(fields, "kind") or ""
 
     def _name(self, fields: Mapping[str, Node]) -> str:
-        metadata = fields.get("metadata")
-        name = (
-            self._file.fields(metadata).get("name") if metadata is not None and metadata.is_mapping else None
-        )
-        return (name.text if name is not None else None) or self._kind(fields).lower() or "object"
+        name = _text(self._file.below(fields, "metadata"), "name")
+        return name or self._kind(fields).lower() or "object"
 
     def _walk(self, node: Node | Mapping[str, Node], owner: str, pods: int, depth: int) -> None:
         """Every list of containers below a value, once however many aliases lead there; ``pods`` share one model."""
@@ -434,9 +447,9 @@ class _Kubernetes:
             fields: Mapping[str, Node] = self._file.fields(node)
         else:
             fields = node
-        size = fields["size"].text if "size" in fields and "leaderTemplate" in fields else None
-        if size is not None and re.fullmatch(r"[0-9]{1,4}", size):
-            pods *= int(size)
+        size = _count(fields, "size") if "leaderTemplate" in fields else None
+        if size is not None:
+            pods *= size
         for key, value in fields.items():
             if key == "containers" and value.is_sequence:
                 for container in value.sequence("containers"):
@@ -449,11 +462,10 @@ class _Kubernetes:
 
     def _container(self, node: Node, owner: str, pods: int) -> None:
         fields = self._file.fields(node)
-        name = (fields["name"].text if "name" in fields else None) or f"container-{len(self._found) + 1}"
+        name = _text(fields, "name") or f"container-{len(self._found) + 1}"
         environment = self._environment(fields)
-        image = fields["image"].text if "image" in fields else None
         start = find_in_container(
-            image,
+            _text(fields, "image"),
             self._words(fields["command"], environment) if "command" in fields else None,
             self._words(fields["args"], environment) if "args" in fields else (),
             environment,
@@ -469,15 +481,13 @@ class _Kubernetes:
     def _kserve_model(self, node: Node, owner: str) -> None:
         """A model that KServe's server for Hugging Face models runs with vLLM: its arguments are vLLM's."""
         fields = self._file.fields(node)
-        given = (
-            self._file.fields(fields["modelFormat"]).get("name") if fields["modelFormat"].is_mapping else None
-        )
-        if given is None or (given.text or "").lower() not in ("huggingface", "vllm"):
+        given = _text(self._file.below(fields, "modelFormat"), "name") or ""
+        if given.lower() not in ("huggingface", "vllm"):
             self._others.append(owner)
             return
         environment = self._environment(fields)
         words = list(self._words(fields["args"], environment)) if "args" in fields else []
-        storage = fields["storageUri"].text if "storageUri" in fields else None
+        storage = _text(fields, "storageUri")
         names_model = any(re.match(r"--model[-_]id|--model(?:=|\Z)", word.text) for word in words)
         if storage is not None and not names_model:
             model = (
@@ -507,41 +517,30 @@ class _Kubernetes:
         environment: dict[str, Word] = {}
         for source in fields["envFrom"].sequence("envFrom") if "envFrom" in fields else ():
             reference = self._file.fields(source).get("configMapRef")
-            name = self._file.fields(reference).get("name") if reference is not None else None
-            for key, value in self._maps.get((name.text if name else None) or "", {}).items():
+            name = _text(self._file.fields(reference), "name") if reference is not None else None
+            for key, value in self._maps.get(name or "", {}).items():
                 environment[key] = self._file.word(value, key)
         for item in fields["env"].sequence("env") if "env" in fields else ():
             one = self._file.fields(item)
-            key = (one["name"].text if "name" in one else None) or ""
-            given = one.get("value") or self._from_map(one.get("valueFrom"))
+            key = _text(one, "name") or ""
+            given = one.get("value") or self._from_map(one)
             environment[key] = (
                 self._file.word(given, key) if given else Word(f"$({key})", item.place, f"${key}")
             )
         return environment
 
-    def _from_map(self, node: Node | None) -> Node | None:
+    def _from_map(self, variable: Mapping[str, Node]) -> Node | None:
         """The value of ``valueFrom.configMapKeyRef`` where the file has the map."""
-        reference = (
-            self._file.fields(node).get("configMapKeyRef") if node is not None and node.is_mapping else None
-        )
-        if reference is None or not reference.is_mapping:
-            return None
-        fields = self._file.fields(reference)
-        name = fields["name"].text if "name" in fields else None
-        key = fields["key"].text if "key" in fields else None
-        return self._maps.get(name or "", {}).get(key or "")
+        reference = self._file.below(self._file.below(variable, "valueFrom"), "configMapKeyRef")
+        return self._maps.get(_text(reference, "name") or "", {}).get(_text(reference, "key") or "")
 
 
 def _kubernetes_gpus(fields: Mapping[str, Node], file: _File) -> int | None:
     """GPUs of ``resources.limits``, else of ``requests``."""
-    resources = fields.get("resources")
-    if resources is None or not resources.is_mapping:
-        return None
-    kinds = file.fields(resources)
-    for kind in ("limits", "requests"):
-        node = kinds.get(kind)
-        amounts = file.fields(node) if node is not None and node.is_mapping else {}
-        for name in _GPU_RESOURCES:
-            if name in amounts and re.fullmatch(r"[0-9]{1,4}", amounts[name].text or ""):
-                return int(amounts[name].text or 0)
-    return None
+    resources = file.below(fields, "resources")
+    counts = (
+        _count(file.below(resources, kind), name)
+        for kind in ("limits", "requests")
+        for name in _GPU_RESOURCES
+    )
+    return next((count for count in counts if count is not None), None)

@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from kvplan.config import load_model
+from kvplan.core.gpu import Gpu
 from kvplan.core.model import ModelSpec
 from kvplan.core.sizing import Capacity
 from kvplan.core.vllm_rules import RULE_CHANGES, nearest_rules, vllm_rules
 from kvplan.errors import KvplanError
-from kvplan.log_budget import most, own_sum
+from kvplan.log_budget import own_sum
 from kvplan.log_lines import Unit
 from kvplan.options import Resolver, SizeOptions
-from kvplan.serving import Served, find_gpu, serve
+from kvplan.serving import Served, serve
 from kvplan.startup_log import Figure, StartupLog
 
 #: Weights are alike within one part in this many.
@@ -43,24 +43,25 @@ DERIVED = (
 class Case:
     """A log, the model, and the options that it amounts to; our plans with them and with changes to them."""
 
-    def __init__(self, log: StartupLog, model: str, options: SizeOptions, served: Served) -> None:
+    def __init__(
+        self, log: StartupLog, spec: ModelSpec, options: SizeOptions, gpu: Gpu | None, gpu_count: int | None
+    ) -> None:
+        """``gpu`` and ``gpu_count`` are those that ``options`` name. Raises `InputError` where the engine refuses."""
         self.log = log
-        self.model = model
         self.options = options
-        self.served = served
-        self._gpu, self._count = find_gpu(options.gpu)
-        self._spec: ModelSpec = load_model(model, catalogue=options.catalogue, overrides=options.set)
+        self._spec, self._gpu, self._gpu_count = spec, gpu, gpu_count
+        self.served = self._serve(options)
         self._served: dict[tuple[tuple[str, object], ...], Served | None] = {}
+
+    def _serve(self, options: SizeOptions) -> Served:
+        return serve(self._spec, Resolver(options), gpu=self._gpu, gpu_count=self._gpu_count)
 
     def with_changes(self, changes: Mapping[str, object]) -> Served | None:
         """Our plan with some options changed; None where the engine has no such setting or does not take it."""
         key = tuple(sorted(changes.items()))
         if key not in self._served:
-            options = self.options.but(changes)
             try:
-                self._served[key] = serve(
-                    self._spec, Resolver(options), gpu=self._gpu, gpu_count=self._count, seq=options.seq
-                )
+                self._served[key] = self._serve(self.options.but(changes))
             except KvplanError:
                 self._served[key] = None  # no cause then
         return self._served[key]
@@ -126,8 +127,7 @@ def _tries(case: Case) -> Iterator[_Try]:
             yield _Try({name: value}, f"{cause}, though the log does not say so")
     if case.log.engine != "vllm":
         return
-    rules = list(_other_rules(case.served.deployment.version))
-    for version, label in rules:
+    for version, label in _other_rules(case.served.deployment.version):
         yield _Try({"engine": f"vllm@{version}"}, f"the rules of vLLM {label}")
 
 
@@ -273,7 +273,7 @@ def largest_part(case: Case, memory: Figure) -> str | None:
     overhead = plan.overhead_bytes if plan is not None else None
     if plan is None or overhead is None:
         return None
-    weights = most(log, "weights")
+    weights = log.most("weights")
     parts = [
         ("weights", "weights", None if weights is None else nearest(case.loaded(), weights.value)),
         ("activations", "activations", overhead.activations),
@@ -289,7 +289,7 @@ def largest_part(case: Case, memory: Figure) -> str | None:
         name = identity.graphs if identity is not None and identity.graphs else "cuda_graphs_estimate"
         parts.append((name, "CUDA graphs", overhead.cuda_graphs))
     for name, term, ours in parts:
-        theirs = most(log, name)
+        theirs = log.most(name)
         if theirs is not None and ours is not None:
             apart = theirs.value - ours
             more = "more" if apart > 0 else "less"

@@ -24,11 +24,6 @@ GRAPHS = {
 }
 
 
-def most(log: StartupLog, name: str) -> Figure | None:
-    """The largest of each worker's last figures: the rank that has least left."""
-    return max(log.by_worker(name).values(), key=lambda figure: figure.value, default=None)
-
-
 def pool_memory(log: StartupLog) -> Figure | None:
     """The memory of the pool: as printed, of the rank that has least; or keys and values together."""
     memory = log.least("kv_memory")

@@ -160,8 +160,6 @@ def _rule(engine: Engine, template: str, role: Role = "", *, cache: str = "") ->
 
 def _vllm() -> list[Rule]:
     free = "Free memory on device{_}({gpu_free:gib}/{gpu_total:gib} GiB) on startup"
-    in_use = "Current kv cache memory in use is {kv_memory:gib} GiB"
-    blocks = "blocks: {num_gpu_blocks:blocks}, # CPU blocks: {num_cpu_blocks:blocks}"
     templates = [
         "(util), {requested:gib} GiB",
         "Initial free memory: {gpu_free:gib} GiB; Requested memory: {set.gpu_memory_utilization:number} (util)",
@@ -188,15 +186,14 @@ def _vllm() -> list[Rule]:
         "GiB for non-torch memory, and {cuda_graphs:gib} GiB for CUDAGraph memory",
         "Actual usage is {consumed:gib} GiB for consumed memory (weights + non-torch), {activations:gib} GiB for "
         "peak activation, and {cuda_graphs:gib} GiB for CUDAGraph memory",
-        in_use,
+        "Current kv cache memory in use is {kv_memory:gib} GiB",
         "Available KV cache memory: {kv_memory:gib} GiB",
-        "Initial free memory {gpu_free:gib} GiB, reserved {kv_memory:gib} GiB memory for KV Cache as specified",
-        "Initial free memory {gpu_free:gib} GiB, reserved {kv_memory:gib}GiB memory for KV Cache as specified",
+        "Initial free memory {gpu_free:gib} GiB, reserved {kv_memory:gib}  GiB memory for KV Cache as specified",
         "Estimated CUDA graph memory: {cuda_graphs_estimate:gib} GiB total",
         "CUDA graph pool memory: {cuda_graphs:gib} GiB (actual), {cuda_graphs_estimate:gib} GiB (estimated)",
         "Graph capturing finished in {_} took {cuda_graphs:gib} GiB",
         # What became of it.
-        f"# {{_}} {blocks}",
+        "# {_} blocks: {num_gpu_blocks:blocks}, # CPU blocks: {num_cpu_blocks:blocks}",
         "# GPU blocks: {num_gpu_blocks:blocks}",
         "cache_config_info with initialization after num_gpu_blocks is: {num_gpu_blocks:blocks}",
         "Overriding num_gpu_blocks={profiled_gpu_blocks:blocks} with "
@@ -219,12 +216,9 @@ def _vllm() -> list[Rule]:
         "args: Namespace({config:fields}",
         "Using {own.model_runner:word} Model Runner",
     ]
-    needs = (
-        "To serve at least one request with the {_} max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV "
-        "cache is needed, which is larger than the available KV cache memory ({kv_memory:gib} GiB)"
-    )
     refusals = [
-        needs,
+        "To serve at least one request with the {_} max seq len ({set.max_model_len:whole}), ({kv_needed:gib} GiB KV "
+        "cache is needed, which is larger than the available KV cache memory ({kv_memory:gib} GiB)",
         "The model's max seq len ({set.max_model_len:whole}) is larger than the maximum number of tokens that can be "
         "stored in KV cache ({kv_cache_tokens:tokens})",
         "No available memory for the cache blocks",
@@ -403,8 +397,7 @@ def _llama() -> list[Rule]:
             )
         ),
         _rule("llama.cpp", "creating non-SWA KV cache", "pool", cache="non-SWA"),
-        _rule("llama.cpp", "creating SWA KV cache", "pool", cache="SWA"),
-        _rule("llama.cpp", "creating     SWA KV cache", "pool", cache="SWA"),
+        _rule("llama.cpp", "creating  SWA KV cache", "pool", cache="SWA"),
         _rule("llama.cpp", "loading draft model", "draft"),
         _rule("llama.cpp", "failed to allocate buffer for kv cache", "refusal"),
     ]

@@ -6,8 +6,7 @@ of the Python functions.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import NoneType, UnionType
@@ -234,7 +233,18 @@ _POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
 _MAX_COUNT = 10**10
 
 
-_MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "num_cpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
+_MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
+#: Numbers with ranges of their own, which infinity and NaN are outside of too.
+_RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    ("warmup", lambda seconds: 0 <= seconds <= 1e9, "write seconds from 0 on"),
+    ("long_prefill_token_threshold", lambda tokens: 0 <= tokens <= _MAX_COUNT, "write a number from 0 on"),
+    ("gpu_memory_utilization", lambda share: 0 < share <= 1, "write a share above 0 and up to 1"),
+    (
+        "num_cpu_blocks_override",
+        lambda blocks: 0 <= blocks <= _MAX_BLOCKS,
+        f"write a number from 0 to {_MAX_BLOCKS:,}",
+    ),
+)
 
 
 def flag(name: str) -> str:
@@ -262,32 +272,12 @@ def check_options(options: ServingOptions) -> None:
                     where=flag(item.name),
                     hint=f"write a number from 1 to {most:,}",
                 )
-        elif item.name in _POSITIVE_TIMES and not (math.isfinite(value) and 0 < value <= 1e9):
+        elif item.name in _POSITIVE_TIMES and not 0 < value <= 1e9:
             raise InputError(f"{value} is out of range", where=flag(item.name), hint="write a number above 0")
-    warmup = getattr(options, "warmup", None)
-    if warmup is not None and not (math.isfinite(warmup) and 0 <= warmup <= 1e9):
-        raise InputError(f"{warmup} is out of range", where="--warmup", hint="write seconds from 0 on")
-    threshold = getattr(options, "long_prefill_token_threshold", None)
-    if threshold is not None and not 0 <= threshold <= _MAX_COUNT:
-        raise InputError(
-            f"{threshold} is out of range",
-            where="--long-prefill-token-threshold",
-            hint="write a number from 0 on",
-        )
-    utilization = options.gpu_memory_utilization
-    if utilization is not None and not (math.isfinite(utilization) and 0 < utilization <= 1):
-        raise InputError(
-            f"{utilization} is out of range",
-            where="--gpu-memory-utilization",
-            hint="write a share above 0 and up to 1",
-        )
-    cpu_blocks = getattr(options, "num_cpu_blocks_override", None)
-    if cpu_blocks is not None and not 0 <= cpu_blocks <= _MAX_BLOCKS:
-        raise InputError(
-            f"{cpu_blocks} is out of range",
-            where="--num-cpu-blocks-override",
-            hint=f"write a number from 0 to {_MAX_BLOCKS:,}",
-        )
+    for name, is_sensible, hint in _RANGES:
+        value = getattr(options, name, None)
+        if value is not None and not is_sensible(value):
+            raise InputError(f"{value} is out of range", where=flag(name), hint=hint)
     engine = parse_engine(options.engine)
     of_paged = engine.name == "paged"
     for name, what, known in (

@@ -110,6 +110,10 @@ class StartupLog:
         """The smallest of each worker's last figures: the rank that limits all."""
         return min(self.by_worker(name).values(), key=lambda figure: figure.value, default=None)
 
+    def most(self, name: str) -> Figure | None:
+        """The largest of each worker's last figures: the rank that has least left."""
+        return max(self.by_worker(name).values(), key=lambda figure: figure.value, default=None)
+
     def by_worker(self, name: str) -> dict[str | None, Figure]:
         """Each worker's last figure of a name."""
         return {figure.worker: figure for figure in self.all(name)}

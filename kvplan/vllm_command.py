@@ -39,7 +39,8 @@ class VllmCommand(NamedTuple):
 
     ``where`` names the place of each option (``file:line:column``), ``unread`` has the error of each value that cannot
     be told from the text alone, ``scheduling`` names flags that change a run but no size, and ``gpu_count`` is how many
-    GPUs the deployment gives the command, ``version`` that of vLLM in its image: None if it does not say.
+    GPUs the deployment gives the command, ``ranks_here`` how many it drives where others run elsewhere, ``version``
+    that of vLLM in its image: None if it does not say.
     """
 
     model: str
@@ -217,7 +218,7 @@ class _Reader:
             raise self.unhandled(word, word.text)
 
     def _flag(self, word: Word, left: deque[Word], *, config: bool) -> None:
-        word, left = _optimization_level(word, left)
+        word = _optimization_level(word, left)
         name, equals, inline = word.text.partition("=")
         meaning = look_up(name)
         ignored = canonical(name) in self.ignore or (meaning is not None and meaning.flag.name in self.ignore)
@@ -307,8 +308,7 @@ class _Reader:
             self.unread[flag.target] = self.unknown(value, name, hint=f"give {_kvplan_flag(flag.target)}")
             return
         self.unread.pop(flag.target, None)
-        convert = _CONVERT.get(flag.target, _text)
-        self.values[flag.target] = convert(value.text, name, str(value.place or "--vllm-command"))
+        self.values[flag.target] = _converted(flag.target, value.text, name, self.at(value))
 
     def _note(self, option: str, word: Word) -> None:
         if word.place is not None:
@@ -561,13 +561,13 @@ def words_of_config(path: Path, name: str, *, root: Node | None = None) -> list[
     return words
 
 
-def _optimization_level(word: Word, left: deque[Word]) -> tuple[Word, deque[Word]]:
+def _optimization_level(word: Word, left: deque[Word]) -> Word:
     """``-O3``, ``-O=3`` and ``-O 3`` written out; ``-O {...}`` is JSON, as it was up to 0.11."""
     if match := re.fullmatch(r"-O=?([0-9]+)", word.text):
-        return word._replace(text=f"--optimization-level={match.group(1)}"), left
+        return word._replace(text=f"--optimization-level={match.group(1)}")
     if word.text == "-O" and left and left[0].text.isdigit():
-        return word._replace(text="--optimization-level"), left
-    return word, left
+        return word._replace(text="--optimization-level")
+    return word
 
 
 def _is_neutral(text: str, neutral: frozenset[str]) -> bool:
@@ -607,40 +607,16 @@ def _set_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)
 
 
-def _text(text: str, _name: str, _where: str) -> str | None:
-    return None if text in ("None", "") else text
-
-
-def _whole(text: str, name: str, where: str) -> int | None:
-    return None if text == "None" else parse_count(text, where=f"{where}, {name}")
-
-
-def _length(text: str, name: str, where: str) -> int | str | None:
-    return "auto" if text.lower() in ("auto", "-1") else _whole(text, name, where)
-
-
-def _share(text: str, name: str, where: str) -> float:
+def _converted(option: str, text: str, name: str, place: str) -> object:
+    """The value of an option as vLLM reads it; None where the text stands for the default."""
+    if option == "max_model_len" and text.lower() in ("auto", "-1"):
+        return "auto"
+    kinds = SimulateOptions.kinds(option)
+    if int in kinds:
+        return None if text == "None" else parse_count(text, where=f"{place}, {name}")
+    if float not in kinds:
+        return None if text in ("None", "") else text
     try:
         return float(text)
     except ValueError as error:
-        raise InputError(f'{name} is "{text}", not a number', where=where, hint="write 0.9") from error
-
-
-#: How values of options become numbers; the others are texts.
-_CONVERT: Mapping[str, Callable[[str, str, str], object]] = {
-    "tensor_parallel_size": _whole,
-    "pipeline_parallel_size": _whole,
-    "data_parallel_size": _whole,
-    "decode_context_parallel_size": _whole,
-    "block_size": _whole,
-    "kv_cache_memory_bytes": _whole,
-    "num_gpu_blocks_override": _whole,
-    "max_num_seqs": _whole,
-    "max_num_batched_tokens": _whole,
-    "long_prefill_token_threshold": _whole,
-    "max_loras": _whole,
-    "max_lora_rank": _whole,
-    "num_speculative_tokens": _whole,
-    "max_model_len": _length,
-    "gpu_memory_utilization": _share,
-}
+        raise InputError(f'{name} is "{text}", not a number', where=place, hint="write 0.9") from error

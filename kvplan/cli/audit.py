@@ -52,9 +52,10 @@ def audit(
     if json:
         shared.print_json(result.to_dict())
     else:
-        from kvplan.report import Report
+        from kvplan.report.audit import print_audit
+        from kvplan.report.tables import Screen
 
-        Report().audit(result)
+        print_audit(Screen(), result)
     if save_calibration is not None:
         from kvplan.calibration import save_calibration as save
         from kvplan.errors import InputError

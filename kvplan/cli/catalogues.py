@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from kvplan.cli import options as shared
-
-if TYPE_CHECKING:
-    from kvplan.report import Report
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +33,10 @@ def models(
         if json:
             shared.print_json({"model": record})
             return
-        report().record(record)
+        from kvplan.report.catalogues import print_record
+        from kvplan.report.tables import Screen
+
+        print_record(Screen(), record)
         return
     known = list_models(catalogue)
     if json:
@@ -49,7 +49,10 @@ def models(
             }
         )
         return
-    report().models(known)
+    from kvplan.report.catalogues import print_models
+    from kvplan.report.tables import Screen
+
+    print_models(Screen(), known)
 
 
 def gpus(
@@ -64,17 +67,16 @@ def gpus(
         if json:
             shared.print_json({"gpu": record})
             return
-        report().record(record)
+        from kvplan.report.catalogues import print_record
+        from kvplan.report.tables import Screen
+
+        print_record(Screen(), record)
         return
     known = list_gpus()
     if json:
         shared.print_json({"gpus": [gpu.to_dict() for gpu in known]})
         return
-    report().gpus(known)
+    from kvplan.report.catalogues import print_gpus
+    from kvplan.report.tables import Screen
 
-
-def report() -> Report:
-    """A report on stdout; JSON does without rich."""
-    from kvplan.report import Report
-
-    return Report()
+    print_gpus(Screen(), known)

@@ -69,9 +69,10 @@ def check(
     elif output_format == "github":
         sys.stdout.write(_annotations(report))
     else:
-        from kvplan.report import Report
+        from kvplan.report.check import print_checks
+        from kvplan.report.tables import Screen
 
-        Report().checks(report)
+        print_checks(Screen(), report)
     if not report.all_passed:
         raise typer.Exit(1)
 

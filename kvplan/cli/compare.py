@@ -120,9 +120,10 @@ def compare(
     if json:
         shared.print_json(result.to_dict())
     else:
-        from kvplan.report import Report
+        from kvplan.report.compare import print_comparison
+        from kvplan.report.tables import Screen
 
-        Report().compare(result)
+        print_comparison(Screen(), result)
     if result.is_partial:
         raise typer.Exit(130)
     if picture is not None:

@@ -73,9 +73,10 @@ def explain(
         if json:
             shared.print_json({"topics": [{"topic": name, "question": q} for name, q in questions.items()]})
             return
-        from kvplan.report import Report
+        from kvplan.report.explain import print_topics
+        from kvplan.report.tables import Screen
 
-        Report().topics(questions)
+        print_topics(Screen(), questions)
         return
     found = explain_with(topic, shared.from_params(ExplainOptions, ctx.params))
     for warning in found.warnings:
@@ -83,6 +84,7 @@ def explain(
     if json:
         shared.print_json(found.to_dict())
         return
-    from kvplan.report import Report
+    from kvplan.report.explain import print_explanation
+    from kvplan.report.tables import Screen
 
-    Report().explanation(found)
+    print_explanation(Screen(), found)

@@ -213,14 +213,17 @@ def simulate(
             document["min_blocks"] = None if least is None else least.to_dict()
         shared.print_json(document)
     else:
-        from kvplan.report import Report
+        from kvplan.report.simulate import print_min_blocks, print_simulation
+        from kvplan.report.tables import Screen
 
-        report = Report()
-        report.simulate(result, profile=profile)
+        screen = Screen()
+        print_simulation(screen, result, profile=profile)
         if result.map is not None:
-            report.map(result.map)
+            from kvplan.report.pool_map import print_map
+
+            print_map(screen, result.map)
         if least is not None:
-            report.min_blocks(least)
+            print_min_blocks(screen, least)
     if interrupted:
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":

@@ -191,11 +191,12 @@ def _command(
 
 def _print(columns: list[list[SizeResult]], *, explain: bool) -> None:
     """A model by an engine is a column, or on several GPUs a table of its own."""
-    from kvplan.report import Report
+    from kvplan.report.size import print_gpu_ranking, print_size
+    from kvplan.report.tables import Screen
 
-    report = Report()
+    screen = Screen()
     if len(columns[0]) > 1:
         for results in columns:
-            report.gpu_ranking(results)
+            print_gpu_ranking(screen, results)
     else:
-        report.size([results[0] for results in columns], explain=explain)
+        print_size(screen, [results[0] for results in columns], explain=explain)

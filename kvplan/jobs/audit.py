@@ -35,10 +35,10 @@ from kvplan.likely_causes import (
     weights_agree,
     weights_cause,
 )
-from kvplan.log_budget import GRAPHS, calibration_of, most, own_sum, pool_memory
+from kvplan.log_budget import GRAPHS, calibration_of, own_sum, pool_memory
 from kvplan.log_lines import Unit
-from kvplan.options import Resolver, SizeOptions, check_options, flag, size_in_bytes
-from kvplan.serving import find_gpu, serve
+from kvplan.options import SizeOptions, check_options, flag, size_in_bytes
+from kvplan.serving import find_gpu
 from kvplan.startup_log import Figure, StartupLog, read_log_file
 
 
@@ -120,9 +120,9 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
         if given.quantization == "compressed-tensors" and "fp8" in (log.model or "").lower():
             given.quantization = _NAMED_FP8
         case = _case(log, name, given, notes)
-    if case is not None:
-        sized = size_with(case.model, case.options)
-        lines = list(_compare(case))
+        if case is not None:
+            sized = size_with(name, case.options)
+            lines = list(_compare(case))
     places, terms = {line.line for line in lines}, {line.term for line in lines}
     alone = (_theirs_alone(figure) for figure in _headline_figures(log) if figure.line not in places)
     lines += [line for line in alone if line.term not in terms]
@@ -199,7 +199,7 @@ def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) ->
     spec = load_model(name, catalogue=options.catalogue, overrides=options.set)
     while True:
         try:
-            return Case(log, name, options, serve(spec, Resolver(options), gpu=gpu, gpu_count=count))
+            return Case(log, spec, options, gpu, count)
         except InputError as error:
             where = error.where or ""
             left_out = [
@@ -285,7 +285,7 @@ def _compare(case: Case) -> Iterator[AuditLine]:
         yield from _compare_caches(case)
     else:
         yield from _compare_token_pool(case)
-    weights = most(case.log, "weights")
+    weights = case.log.most("weights")
     if case.log.engine in ("sglang", "tensorrt-llm") and weights is not None:
         yield _weights_line(case, weights)
 
@@ -384,7 +384,7 @@ def _compare_budget(case: Case) -> Iterator[AuditLine]:
             inside = share * total.low <= requested.high and requested.low <= share * total.high + 1
         budget = math.ceil(served.budget.memory_bytes * share)
         yield _line("memory x utilization", requested, budget, agrees=inside)
-    weights = most(log, "weights")
+    weights = log.most("weights")
     if weights is not None:
         yield _weights_line(case, weights)
     plan = served.capacity
@@ -402,7 +402,7 @@ def _compare_budget(case: Case) -> Iterator[AuditLine]:
         ("cuda_graphs_estimate", "CUDA graphs (estimated)", graphs),
         ("cuda_graphs", "CUDA graphs (measured)", graphs),
     ):
-        figure = most(log, name)
+        figure = log.most(name)
         if figure is not None:
             # One part of an estimate is neither right nor wrong: the range is that of the sum.
             yield replace(_line(term, figure, ours), agrees=None)

@@ -57,6 +57,7 @@ _COMPARISONS: Mapping[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
 }
 _EXPECTATION = re.compile(r"\s*(==|!=|<=|>=|<|>)?\s*(.+?)\s*\Z")
+_TOP_KEYS = ("version", "engine", "defaults", "checks")
 _OWN_KEYS = frozenset(
     {"name", "expect", "model", "trace", "vllm_command", "from", "ignore_flags", "allow_uncalibrated"}
 )
@@ -164,8 +165,8 @@ def read_checks(path: str) -> list[PlannedCheck]:
     root = read_yaml(Path(path))
     document = root.mapping("the check file")
     for key, node in document.items():
-        if key not in ("version", "engine", "defaults", "checks"):
-            raise _unknown_key(key, ("version", "engine", "defaults", "checks"), node)
+        if key not in _TOP_KEYS:
+            raise _unknown_key(key, _TOP_KEYS, node)
     version = document.get("version")
     if version is None or type(version.value()) is not int or version.value() != 1:
         place = (version or root).place
@@ -187,9 +188,10 @@ def read_checks(path: str) -> list[PlannedCheck]:
     with _at(engine.place):
         parse_engine(str(engine.value()))
     defaults = document["defaults"].mapping("defaults") if "defaults" in document else {}
+    known = _option_names(SizeOptions) | _option_names(SimulateOptions)
     for key, node in defaults.items():
-        if key not in _option_names(SizeOptions) | _option_names(SimulateOptions) | {"allow_uncalibrated"}:
-            raise _unknown_key(key, _option_names(SizeOptions) | _option_names(SimulateOptions), node)
+        if key not in known | {"allow_uncalibrated"}:
+            raise _unknown_key(key, known, node)
     checks = document.get("checks")
     entries = checks.sequence("checks") if checks is not None else []
     if not entries:
@@ -553,7 +555,7 @@ def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -
             where=str(expectation.place),
             hint="write gpu: NAME",
         )
-    paths = [path for path, _ in _figures(document, "")]
+    paths = _paths(document, "")
     near = difflib.get_close_matches(expectation.figure, [*SHORT_NAMES, *paths], n=3, cutoff=0.4)
     return InputError(
         f'this check has no figure "{expectation.figure}"',
@@ -562,9 +564,10 @@ def _unknown_figure(document: Mapping[str, object], expectation: _Expectation) -
     )
 
 
-def _figures(value: object, prefix: str) -> Iterator[tuple[str, object]]:
+def _paths(value: object, prefix: str) -> Iterator[str]:
+    """The dotted paths of a document's figures; lists have too many to name."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _figures(inner, f"{prefix}{key}.")
+            yield from _paths(inner, f"{prefix}{key}.")
     elif not isinstance(value, list | tuple):
-        yield prefix.removesuffix("."), value
+        yield prefix.removesuffix(".")

@@ -12,7 +12,7 @@ from command_line import GOLDENS, Cli
 
 import kvplan
 from kvplan.jobs.explain import TOPICS
-from kvplan.report import _value
+from kvplan.report.explain import _value
 from kvplan.topics.parts import Figures, Grid, Table, Timeline
 
 PREEMPT = "05_preempt_single.scenario.json"

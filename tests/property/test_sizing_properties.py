@@ -33,7 +33,8 @@ from kvplan.core.overhead import Overhead
 from kvplan.core.sizing import Budget, Capacity, GpuBudget, KvSizes, Plan, fits, plan_capacity
 from kvplan.errors import InputError
 from kvplan.jobs.size import size
-from kvplan.report import Report
+from kvplan.report.size import print_size
+from kvplan.report.tables import Screen
 
 BASE = load_model("llama-3.1-8b")
 HEADS = st.sampled_from([1, 2, 4, 8, 16])
@@ -317,7 +318,7 @@ def test_table_explanation_and_document_agree(
     else:
         assert last == f"fits: {'yes' if capacity['fits'] else 'no'}: {capacity['reason']}"
     text = io.StringIO()
-    Report(Console(file=text, width=200, color_system=None)).size([found], explain=False)
+    print_size(Screen(Console(file=text, width=200, color_system=None)), [found], explain=False)
     table = text.getvalue()
     known = set(map(str, figures(document)))
     shown = {figure.replace(",", "") for figure in re.findall(r"(-?[\d,]*\d) B(?![\w])", table)}
