@@ -300,10 +300,6 @@ def mamba2(
     name: str,
     *,
     inner: int,
-    heads: int,
-    groups: int,
-    state: int,
-    kernel: int,
     gated_norm: bool = True,
     bias: bool = False,
     output_bias: bool = False,
@@ -313,7 +309,8 @@ def mamba2(
 
     Where there are fewer groups than ranks, each rank holds one, as with key/value heads.
     """
-    hidden, grouped = sheet.size("hidden_size"), 2 * groups * state
+    hidden, heads, groups = (sheet.size(field) for field in ("hidden_size", "mamba_num_heads", "n_groups"))
+    kernel, grouped = sheet.size("conv_kernel"), 2 * groups * sheet.size("ssm_state_size")
     sheet.matrix(f"{name}.in_proj", 2 * inner + heads, hidden, bias=bias)
     sheet.matrix(f"{name}.in_proj", grouped, hidden, "kv_heads", bias=bias, heads=groups)
     sheet.matrix(f"{name}.conv1d", inner, kernel, kind="plain", bias=conv_bias)
@@ -326,10 +323,10 @@ def mamba2(
     sheet.matrix(f"{name}.out_proj", hidden, inner, "columns", bias=output_bias)
 
 
-def mamba1(sheet: Sheet, name: str, *, inner: int, state: int, kernel: int, step: int, norms: bool) -> None:
+def mamba1(sheet: Sheet, name: str, *, inner: int, step: int, norms: bool) -> None:
     """A Mamba-1 mixer, ``step`` being the rank of its time step: vLLM layers/mamba/mamba_mixer.py."""
     config = sheet.config
-    hidden = sheet.size("hidden_size")
+    hidden, state, kernel = (sheet.size(field) for field in ("hidden_size", "ssm_state_size", "conv_kernel"))
     bias = is_on(config, ("mamba_proj_bias", is_on(config, ("use_bias", False))))
     conv_bias = is_on(config, ("mamba_conv_bias", is_on(config, ("use_conv_bias", True))))
     sheet.matrix(f"{name}.in_proj", 2 * inner, hidden, bias=bias)
@@ -358,8 +355,6 @@ def _jamba_mixer(sheet: Sheet, layout: Layout) -> None:
         rest,
         "mamba",
         inner=sheet.size("mamba_expand") * hidden,
-        state=sheet.size("mamba_d_state"),
-        kernel=sheet.size("mamba_d_conv"),
         step=number(config, "mamba_dt_rank") or ceil_div(hidden, 16),
         norms=True,
     )
@@ -374,9 +369,7 @@ def _mamba(sheet: Sheet, layout: Layout) -> None:
     mamba1(
         here,
         "mixer",
-        inner=number(config, "intermediate_size") or sheet.size("expand") * hidden,
-        state=sheet.size("ssm_state_size"),
-        kernel=sheet.size("conv_kernel"),
+        inner=number(config, "intermediate_size") or sheet.size("mamba_expand") * hidden,
         step=number(config, "time_step_rank") or ceil_div(hidden, 16),
         norms=False,
     )
@@ -391,11 +384,7 @@ def _mamba2(sheet: Sheet, layout: Layout) -> None:
     mamba2(
         here,
         "mixer",
-        inner=sheet.size("expand") * sheet.size("hidden_size"),
-        heads=sheet.size("num_attention_heads"),
-        groups=sheet.size("n_groups"),
-        state=sheet.size("ssm_state_size"),
-        kernel=sheet.size("conv_kernel"),
+        inner=sheet.size("mamba_expand") * sheet.size("hidden_size"),
         bias=is_on(config, ("use_bias", False)),
         output_bias=is_on(config, ("use_bias", False)),
         conv_bias=is_on(config, ("use_conv_bias", True)),
@@ -432,15 +421,10 @@ def _nemotron_mixer(sheet: Sheet, layout: Layout, word: str) -> None:
     if word in _ATTENTION:
         attention(sheet, layout)
     elif word in _STATES:
-        heads = sheet.size("mamba_num_heads")
         mamba2(
             sheet,
             "mixer",
-            inner=heads * sheet.size("mamba_head_dim"),
-            heads=heads,
-            groups=sheet.size("n_groups"),
-            state=sheet.size("ssm_state_size"),
-            kernel=sheet.size("conv_kernel"),
+            inner=sheet.size("mamba_num_heads") * sheet.size("mamba_head_dim"),
             bias=is_on(config, ("use_bias", False)),
             output_bias=is_on(config, ("use_bias", False)),
             conv_bias=is_on(config, ("use_conv_bias", True)),
@@ -476,10 +460,6 @@ def _hybrid_mamba2(sheet: Sheet, inner: int) -> None:
         sheet,
         "mamba",
         inner=inner,
-        heads=sheet.size("mamba_n_heads"),
-        groups=sheet.size("mamba_n_groups"),
-        state=sheet.size("mamba_d_state"),
-        kernel=sheet.size("mamba_d_conv"),
         gated_norm=is_on(config, ("mamba_rms_norm", True)),
         bias=is_on(config, ("mamba_proj_bias", False)),
         output_bias=is_on(config, ("projectors_bias", is_on(config, ("mamba_proj_bias", False)))),
@@ -573,10 +553,6 @@ def _zamba2(sheet: Sheet, layout: Layout) -> None:
         here,
         "mamba",
         inner=inner,
-        heads=sheet.size("n_mamba_heads"),
-        groups=sheet.size("mamba_ngroups"),
-        state=sheet.size("mamba_d_state"),
-        kernel=sheet.size("mamba_d_conv"),
         bias=is_on(config, ("add_bias_linear", False)),
         output_bias=is_on(config, ("add_bias_linear", False)),
         conv_bias=is_on(config, ("use_conv_bias", True)),

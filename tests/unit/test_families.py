@@ -205,3 +205,11 @@ def test_deepseek_v4_has_experts_of_four_bits() -> None:
     assert sum(g.elements for g in experts) == elements
     only = Weights(elements, "config", tuple(experts), None, model.weights.format)
     assert only.total_bytes("bfloat16") == elements // 2 + elements // 32
+
+
+@pytest.mark.parametrize("field", ["mamba_d_state", "ssm_state_size"])
+def test_a_changed_state_changes_weights_under_both_its_names(field: str) -> None:
+    changed = load_model("granite-4.0-h-small", overrides=[f"{field}=64"])
+    # in_proj and conv1d (weight and bias) of 36 layers make 2 x 1 group of states, which had 128 each.
+    fewer = 36 * 2 * (128 - 64) * (4096 + 4 + 1)
+    assert changed.weights.parameters == load_model("granite-4.0-h-small").weights.parameters - fewer
