@@ -130,7 +130,11 @@ class SizeOptions(ServingOptions):
 
 @dataclass(slots=True, kw_only=True)
 class SimulateOptions(ServingOptions):
-    """Options of `simulate`. Times are seconds, ``quantum`` is tokens, ``n`` the samples of each request."""
+    """Options of `simulate`.
+
+    Times are seconds, ``request_rate`` requests a second, ``quantum`` tokens, ``n`` the samples of each request, and
+    ``concurrency`` the clients that each wait for their answer.
+    """
 
     model: str | None = None
     enable_chunked_prefill: bool | None = None
@@ -146,6 +150,10 @@ class SimulateOptions(ServingOptions):
     format: str = "auto"
     limit: int | None = None
     rate_scale: float | None = None
+    request_rate: float | None = None
+    burstiness: float | None = None
+    concurrency: int | None = None
+    seed: int | None = None
     warmup: float | None = None
     slo_ttft: float | None = None
     slo_tpot: float | None = None
@@ -228,7 +236,7 @@ _POSITIVE = (
 )
 #: The plain engine keeps several numbers for each block.
 _MAX_BLOCKS = 10**8
-_POSITIVE_TIMES = ("step_time", "rate_scale", "slo_ttft", "slo_tpot", "slo_e2e")
+_POSITIVE_TIMES = ("step_time", "rate_scale", "request_rate", "slo_ttft", "slo_tpot", "slo_e2e")
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10
 
@@ -236,6 +244,12 @@ _MAX_COUNT = 10**10
 _MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
 #: Numbers with ranges of their own, which infinity and NaN are outside of too.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
+    (
+        "burstiness",
+        lambda shape: 1e-3 <= shape,
+        "write a number such as 1 (Poisson), 0.5 (bursts) or inf (even)",
+    ),
+    ("seed", lambda seed: 0 <= seed < 2**64, "write a whole number from 0 on"),
     ("warmup", lambda seconds: 0 <= seconds <= 1e9, "write seconds from 0 on"),
     ("long_prefill_token_threshold", lambda tokens: 0 <= tokens <= _MAX_COUNT, "write a number from 0 on"),
     ("gpu_memory_utilization", lambda share: 0 < share <= 1, "write a share above 0 and up to 1"),

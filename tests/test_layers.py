@@ -51,6 +51,7 @@ MEMORY = {
 }
 SCHEDULING = {
     "request": 0,
+    "arrivals": 1,
     "buddy": 0,
     "content": 1,
     "paged_blocks": 2,

@@ -124,6 +124,23 @@ def simulate(
     rate_scale: Annotated[
         str | None, typer.Option("--rate-scale", metavar="X", help="2 makes requests arrive twice as fast.")
     ] = None,
+    request_rate: Annotated[
+        str | None,
+        typer.Option(
+            "--request-rate", metavar="R", help="Requests a second, drawn, in place of the trace's arrivals."
+        ),
+    ] = None,
+    burstiness: Annotated[
+        str | None,
+        typer.Option(
+            "--burstiness", metavar="B", help="Of --request-rate: below 1 in bursts, inf evenly (1: Poisson)."
+        ),
+    ] = None,
+    concurrency: Annotated[
+        str | None,
+        typer.Option("--concurrency", metavar="N", help="Closed loop: N clients, each waits for its answer."),
+    ] = None,
+    seed: Annotated[str | None, typer.Option("--seed", metavar="N", help="Of what is drawn (0).")] = None,
     warmup: Annotated[
         str | None,
         typer.Option("--warmup", metavar="SECONDS", help="Left out of the figures at the start."),

@@ -368,6 +368,7 @@ class Metrics:
         """Note an arrival; it has waited from its arrival until ``now``, when the next step is scheduled."""
         if self.window_start is None:
             self.window_start = self._over_time.opening = request.arrival + self.warmup
+            self._over_time.note_idle(request.arrival, now)
         totals = self._totals
         record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
         totals.arrived += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, Literal, Protocol
 
+from kvplan.core.arrivals import Clients, ClosedLoop, OpenLoop
 from kvplan.core.engine import DecodeRun, StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
@@ -76,41 +77,50 @@ def run(
     metrics: Metrics,
     *,
     decode_price: Callable[[int, int], tuple[int, int, int]] | None = None,
+    num_clients: int | None = None,
+    front_end: int = 0,
     step_numbered: bool = False,
     observe: Callable[[StepRecord], None] | None = None,
 ) -> Outcome:
     """Replay ``requests``, in order of arrival, through ``engine`` to the end.
 
+    With ``num_clients`` each of so many clients waits for its answer before it sends the next request. A request
+    reaches the engine ``front_end`` ticks after its arrival.
+
     ``price`` gives the ticks that a step takes; ``decode_price``, of sequences and context, what a run of decode
     steps takes: ``(first, growth, valid)``, exactly as ``price`` would have it.
 
-    Requests that arrive while a step runs are added before the next one is scheduled, all at the same tick in
-    order. With ``step_numbered`` a tick is a step index: idle gaps jump it to the next arrival. A dead step (nothing
+    Requests that reach the engine while a step runs are added before the next one is scheduled, all at the same tick
+    in order. With ``step_numbered`` a tick is a step index: idle gaps jump it to the next arrival. A dead step (nothing
     planned, nobody preempted) takes no time and is followed by the next arrival; if none is left, the run is
     stuck. O(turns + requests).
     """
-    queue = iter(requests)
-    upcoming = next(queue, None)
+    clients: Clients
+    if num_clients is None:
+        clients = OpenLoop(requests, front_end)
+    else:
+        clients = ClosedLoop(requests, num_clients, front_end)
     now = steps = first = growth = 0
     while True:
         arrived: list[Request] = []
         rejected: list[Request] = []
-        while upcoming is not None and upcoming.arrival <= now:
+        while (upcoming := clients.upcoming) is not None and clients.due <= now:
             reason = engine.refusal(upcoming)
             metrics.arrive(upcoming, now, rejected_for=reason)
+            clients.advance()
             if reason is None:
                 engine.add(upcoming)
                 arrived.append(upcoming)
             else:
                 rejected.append(upcoming)
-            upcoming = next(queue, None)
+                clients.ended(1, now)
         if engine.is_idle:
             if rejected and observe is not None:
                 observe(StepRecord(now if step_numbered else steps, now, now, None, arrived, rejected))
             if upcoming is None:
                 return Outcome("done")
-            metrics.idle(now, upcoming.arrival)
-            now = upcoming.arrival
+            metrics.idle(now, clients.due)
+            now = clients.due
             continue
         shape = None if decode_price is None else engine.decode_shape()
         most = 1
@@ -118,7 +128,7 @@ def run(
             first, growth, valid = decode_price(*shape)
             most = min(valid, _LONGEST_TURN)
             if upcoming is not None:
-                most = _steps_until(upcoming.arrival - now, first, growth, most)
+                most = _steps_until(clients.due - now, first, growth, most)
         turn = engine.turn(most)
         if isinstance(turn, DecodeRun):
             taken, is_dead = turn.steps, False
@@ -130,14 +140,16 @@ def run(
             taken, is_dead = 1, turn.is_dead
             end = now if is_dead else now + price(turn.work)
             if is_dead and upcoming is not None:
-                end = upcoming.arrival
+                end = clients.due
             metrics.fold(turn, now, end)
         if observe is not None:
             number = now if step_numbered else steps
             observe(StepRecord(number, now, end, turn, arrived, rejected, first, growth))
         steps += taken
         now = end
-        if upcoming is None and (is_dead or engine.is_livelocked):
+        if turn.finished:
+            clients.ended(len(turn.finished), now)
+        if clients.upcoming is None and (is_dead or engine.is_livelocked):
             return Outcome("stuck", engine.why_stuck())
 
 

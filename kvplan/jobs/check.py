@@ -317,9 +317,11 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
     if command is not None:
         with _at(given["from" if "from" in given else "vllm_command"].place):
             command.fill(options, origins)
+    # As a default, concurrency is of sizing: it would make every trace a closed loop.
+    not_asked = {*origins, *_OWN_KEYS, *(["concurrency"] if simulates else [])}
     _fill(
         options,
-        {k: n for k, n in defaults.items() if k not in origins and k not in _OWN_KEYS},
+        {k: n for k, n in defaults.items() if k not in not_asked},
         origins,
         "check file, defaults",
     )

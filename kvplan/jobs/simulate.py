@@ -43,6 +43,7 @@ from kvplan.simulated_engines import (
     make_engine,
     one_request_a_sample,
 )
+from kvplan.request_rate import offered
 from kvplan.trace import TraceStream, open_trace
 from kvplan.units import counted
 
@@ -208,6 +209,7 @@ class Simulation:
             if self.trace.scenario is None:
                 self._plan.config.check()
             self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
+            self._requests = offered(self.trace, options, self._plan.seconds_per_tick)
         except KvplanError:
             self.trace.close()
             raise
@@ -273,11 +275,12 @@ class Simulation:
         status, reason = "interrupted", None
         try:
             outcome = run(
-                trace if rules.has_samples else one_request_a_sample(trace),
+                self._requests if rules.has_samples else one_request_a_sample(self._requests),
                 engine,
                 plan.price,
                 metrics,
                 decode_price=plan.decode_price,
+                num_clients=self.options.concurrency,
                 step_numbered=trace.step_numbered,
                 observe=_together([*observers, *turns]),
             )

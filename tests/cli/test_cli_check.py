@@ -221,6 +221,13 @@ def test_defaults_that_another_kind_of_check_has_are_passed_over(check: Check) -
     assert outcome.code == 0
 
 
+def test_concurrency_is_a_closed_loop_only_where_a_check_of_a_trace_says_so(check: Check) -> None:
+    run = "num_gpu_blocks_override: 400, trace: bursts, limit: 60, expect: {batch.running_max: '<= 2'}"
+    lines = f"{HEAD}defaults: {{concurrency: 2}}\nchecks:\n  - {{{run}}}\n"
+    assert check(lines).code == 1
+    assert check(lines.replace("{num_gpu", "{concurrency: 2, num_gpu")).code == 0
+
+
 def test_a_command_gives_model_and_settings(check: Check) -> None:
     command = "vllm serve llama-3.1-70b -tp 4 --max-model-len 32K --host 0.0.0.0 --kv-cache-dtype=fp8"
     outcome = check(
@@ -332,7 +339,7 @@ def test_a_name_is_no_path_where_no_such_file_is(cli: Cli, check: Check, tmp_pat
         (
             f"{HEAD}checks:\n  - {{trace: chat, ¦seq: 4, expect: {{preemption_events: 0}}}}",
             'unknown key "seq" ({})',
-            "did you mean set?",
+            "did you mean set or seed?",
         ),
         (one('fits: ¦[1]'), "fits is held against no single value ({})", 'write ">= 5%" or true'),
         (one('headroom: ¦">= five"'), '"five" is no number ({})', 'write ">= 5%", "<= 0.9" or "< 20GiB"'),
