@@ -246,7 +246,7 @@ _MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "burstiness",
-        lambda shape: 1e-3 <= shape,
+        lambda shape: shape >= 1e-3,
         "write a number such as 1 (Poisson), 0.5 (bursts) or inf (even)",
     ),
     ("seed", lambda seed: 0 <= seed < 2**64, "write a whole number from 0 on"),

@@ -74,4 +74,8 @@ class ClosedLoop:
             self.due = arrival + self._front_end
 
 
-Clients = OpenLoop | ClosedLoop
+def clients_of(requests: Iterable[Request], num_clients: int | None, front_end: int) -> OpenLoop | ClosedLoop:
+    """An open loop, or a closed one of so many clients."""
+    if num_clients is None:
+        return OpenLoop(requests, front_end)
+    return ClosedLoop(requests, num_clients, front_end)

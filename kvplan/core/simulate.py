@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from math import sqrt
 from typing import Any, Literal, Protocol
 
-from kvplan.core.arrivals import Clients, ClosedLoop, OpenLoop
+from kvplan.core.arrivals import clients_of
 from kvplan.core.engine import DecodeRun, StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
@@ -95,11 +95,7 @@ def run(
     planned, nobody preempted) takes no time and is followed by the next arrival; if none is left, the run is
     stuck. O(turns + requests).
     """
-    clients: Clients
-    if num_clients is None:
-        clients = OpenLoop(requests, front_end)
-    else:
-        clients = ClosedLoop(requests, num_clients, front_end)
+    clients = clients_of(requests, num_clients, front_end)
     now = steps = first = growth = 0
     while True:
         arrived: list[Request] = []

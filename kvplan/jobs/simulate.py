@@ -31,6 +31,7 @@ from kvplan.options import (
     flag,
     settings_dict,
 )
+from kvplan.request_rate import offered
 from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
 from kvplan.simulated_engines import (
     SIMULATED,
@@ -43,7 +44,6 @@ from kvplan.simulated_engines import (
     make_engine,
     one_request_a_sample,
 )
-from kvplan.request_rate import offered
 from kvplan.trace import TraceStream, open_trace
 from kvplan.units import counted
 
