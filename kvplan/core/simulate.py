@@ -133,10 +133,8 @@ def run(
             end = now + taken * first + growth * (taken * (taken - 1) // 2)
             metrics.fold_run(turn, now, end, first, growth)
         else:
-            taken, is_dead = 1, turn.is_dead
-            end = now if is_dead else now + price(turn.work)
-            if is_dead and upcoming is not None:
-                end = clients.due
+            taken, is_dead = 1, turn.is_dead  # a dead step lasts till the next arrival
+            end = (now if upcoming is None else clients.due) if is_dead else now + price(turn.work)
             metrics.fold(turn, now, end)
         if observe is not None:
             number = now if step_numbered else steps
