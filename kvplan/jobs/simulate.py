@@ -40,6 +40,7 @@ from kvplan.simulated_engines import (
     Pool,
     check_engine_options,
     engine_config,
+    has_fast_path,
     longest_sequence,
     make_engine,
     one_request_a_sample,
@@ -220,6 +221,11 @@ class Simulation:
         return self._plan.seconds_per_tick
 
     @property
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine."""
+        return self._plan.config
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
@@ -253,7 +259,8 @@ class Simulation:
         request that is not to be seen.
         """
         plan, trace = self._plan, self.trace
-        path = path or ("plain" if observers or map is not None else "fast")
+        watched = bool(observers) or map is not None
+        path = path or ("plain" if watched or not has_fast_path(plan.config) else "fast")
         engine = make_engine(plan.config, path)
         rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
@@ -335,7 +342,7 @@ def _result(
             "engine_version": plan.engine.version,
             "scheduler_version": rules.version,
             "engine_path": path,
-            "async_scheduling": False,
+            "async_scheduling": isinstance(plan.config, SchedulerConfig) and plan.config.async_scheduling,
             "verified": rules.verified,
             "status": status,
             "reason": reason,
@@ -462,7 +469,6 @@ _MACHINE_OPTIONS = (
     "dtype",
     "kv_cache_dtype",
     "tensor_parallel_size",
-    "pipeline_parallel_size",
     "data_parallel_size",
     "decode_context_parallel_size",
     "enable_expert_parallel",
@@ -470,7 +476,6 @@ _MACHINE_OPTIONS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
     "disable_hybrid_kv_cache_manager",
-    "async_scheduling",
     "num_speculative_tokens",
     "speculative_method",
     "speculative_model",
