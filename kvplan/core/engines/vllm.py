@@ -109,29 +109,31 @@ class Vllm:
         """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
         cohort, pool = self.cohort, self.pool
         self._restarts = 0
-        context, waste = cohort.context, cohort.waste
+        size, context, empty, waste = cohort.size, cohort.context, cohort.empty, cohort.waste
         takes = cohort.takes(steps)
-        taken = sum(takes)
-        empty = cohort.empty + self.config.block_size * takes[0] - cohort.size
+        first_takes, taken = takes[0], sum(takes)
         waste_begun = cohort.advance(steps, taken)
+        empty += self.config.block_size * first_takes - size
         if waste_begun:
             waste += sum(slots for offset, slots in waste_begun if not offset)
-        run: DecodeRun[Member] = DecodeRun(
-            steps=steps,
-            decoders=cohort.size,
-            context=context,
-            takes=takes,
-            free_blocks=pool.free - takes[0],
-            cached_blocks=min(pool.idle, pool.free - takes[0]),  # blocks without content are taken first
-            evicted=pool.take(taken),
-            running=len(self.running),
-            waiting=len(self.waiting),
-            shared_blocks=pool.shared,
-            empty_slots=empty,
-            reserved_slots=empty - waste,
-            waste_begun=waste_begun,
-            finished=cohort.finished(),
-            free_blocks_end=0,
+        free = pool.free - first_takes
+        cached = min(pool.idle, free)  # blocks without content are taken first
+        run: DecodeRun[Member] = DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
+            steps,
+            size,
+            context,
+            takes,
+            pool.take(taken) if taken else 0,
+            free,
+            cached,
+            len(self.running),
+            len(self.waiting),
+            pool.shared,
+            empty,
+            empty - waste,
+            waste_begun,
+            cohort.finished(),
+            0,
         )
         for member in run.finished:
             self._finish(member)
