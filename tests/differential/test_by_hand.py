@@ -105,9 +105,11 @@ def test_private_prompts_that_end_at_a_block_and_are_asked_for_now_and_then(firs
                 content = [(f"p:r{earlier}", 0, length + rng.choice([-1, 0, 0, 1])), (f"o:r{earlier}", 0, 3)]
             arrival, answer = i * rng.randint(1, 2), rng.choice([1, 4, 9])
             request = ask(f"r{i}", arrival, answer, *(content or [("", 0, 2 * rng.randint(1, 4))]))
+            request = request._replace(priority=rng.choice([0, 1, 2]))
             requests.append(request if content else request._replace(content=()))
         settings = config(
             max_num_batched_tokens=rng.choice([8, 20]),
+            long_prefill_token_threshold=rng.choice([0, 2]),
             num_gpu_blocks=rng.randint(11, 25),
             policy=rng.choice(["fcfs", "priority"]),
         )
