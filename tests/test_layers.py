@@ -60,6 +60,8 @@ SCHEDULING = {
     "engine": 5,
     "cohort": 6,
     "engines": 7,
+    "communication": 0,
+    "step_constants": 1,
     "cost": 6,
     "tally": 0,
     "preemptions": 6,
@@ -260,6 +262,7 @@ OUTER = {
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    "kvplan.step_time": ["kvplan.errors", "kvplan.serving"],
     "kvplan.topics.parts": ["kvplan.options"],
     "kvplan.topics.example": [
         "kvplan.config",
