@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from kvplan.config import load_gpu
 from kvplan.core.communication import Link
 from kvplan.core.cost import (
     Attention,
@@ -26,8 +27,17 @@ from kvplan.core.kv_cache import (
     LatentAttention,
     LatentWindow,
     SlidingWindow,
+    kv_heads_per_rank,
 )
-from kvplan.core.step_constants import ChosenConstants, shipped_constants
+from kvplan.core.step_constants import (
+    CONSTANT_NAMES,
+    ChosenConstants,
+    ConstantName,
+    EngineCosts,
+    shipped_constants,
+    vllm_generation,
+)
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.core.weights import DTYPE_BYTES, RankPart, Ranks, Stage, ceil_div
 from kvplan.errors import InputError
 from kvplan.serving import Served
@@ -39,6 +49,10 @@ if TYPE_CHECKING:
 _FASTEST_BUS = 128 * 10**9
 #: Tokens over which the growth of compressed caches is whole.
 _GROWTH_SPAN = 128
+#: Kernels of a layer: four matrix products, two of attention, one each to rotate, to write the cache and for the MLP's
+#: product, two norms; and those that route to experts (router, top-k, sort, sum).
+_LAYER_KERNELS = 11
+_EXPERT_KERNELS = 4
 #: The largest batch that vLLM captures a CUDA graph for (config/vllm.py, max_cudagraph_capture_size).
 _LARGEST_GRAPH = 512
 
@@ -51,12 +65,38 @@ def latency_model(
     Raises `InputError` where the GPU's rates or the model's weights are not known.
     """
     rates = gpu_rates(served.gpu)
+    costs = engine_costs(served)
     if chosen is None:
-        chosen = shipped_constants(served.gpu, served.engine.name, served.engine.version)
-    shapes = stage_shapes(served)
+        chosen = choose_constants(served.gpu, costs)
     deployment = served.deployment
-    graph_tokens = 0 if deployment.enforce_eager else _LARGEST_GRAPH
-    return LatencyModel(shapes, rates, chosen.constants, Settings(graph_tokens, block_bytes)), chosen
+    has_graphs = costs.has_graphs and not deployment.enforce_eager
+    settings = Settings(_LARGEST_GRAPH if has_graphs else 0, block_bytes)
+    return LatencyModel(stage_shapes(served), rates, chosen.constants, settings), chosen
+
+
+def engine_costs(served: Served) -> EngineCosts:
+    """The generation of the engine; engines beside vLLM are taken for the newest vLLM, whose kernels they would run."""
+    version = served.engine.version if served.engine.name == "vllm" else ""
+    return vllm_generation(
+        vllm_rules(version).number,
+        async_scheduling=served.deployment.async_scheduling,
+        architecture=served.gpu.architecture if served.gpu else "",
+    )
+
+
+def choose_constants(gpu: Gpu | None, costs: EngineCosts) -> ChosenConstants:
+    """The shipped constants for a GPU and a generation of an engine, and how far off they were."""
+    measured: dict[ConstantName, float] = {}
+    names: list[str] = []
+    while gpu is not None and gpu.name not in names:
+        names.append(gpu.name)
+        if gpu.kernels is not None:
+            fields = gpu.kernels._asdict()
+            measured = {**{name: fields[name] for name in CONSTANT_NAMES if fields.get(name)}, **measured}
+        gpu = load_gpu(gpu.kernels_like) if gpu.kernels_like else None
+    like = f" as of {names[-1]}" if len(names) > 1 else "" if measured else " (not measured)"
+    name = f"shipped constants: {names[0] if names else 'a GPU'}{like}, {costs.name}"
+    return ChosenConstants(shipped_constants(measured, costs), name)
 
 
 def gpu_rates(gpu: Gpu | None) -> GpuRates:
@@ -94,7 +134,7 @@ def _stage_shape(served: Served, stage: Stage) -> StageShape:
     else:
         reductions.append(Reductions(layers, tp, hidden))
     return StageShape(
-        layers=layers,
+        kernels=layers * (_LAYER_KERNELS + (_EXPERT_KERNELS if experts else 0)),
         dense=_dense(served, parts, stage),
         head=_product([part for part in parts if part.group.kind == "head"]),
         experts=experts,
@@ -162,6 +202,7 @@ def _attention(served: Served, stage: Stage) -> tuple[Attention, ...]:
                 one.context_bytes * count,
                 one.pair_flops * count,
                 one.chunk_pair_flops * count,
+                one.chunk_token_bytes * count,
                 one.window,
                 one.sequence_bytes * count,
             )
@@ -178,19 +219,23 @@ def _layer_attention(served: Served, item: LayerCache) -> Attention:
         return Attention(sequence_bytes=size if isinstance(cache, STATES) else size // 2)
     span = _GROWTH_SPAN * form.decode_context_parallel_size
     window: int | None = None
-    pair = chunk_pair = 0
+    pair = chunk_pair = own = 0
+    element = DTYPE_BYTES[form.dtype]
     if isinstance(cache, LatentAttention):
         # Decoding multiplies with the latent itself, a prompt's chunk with the keys and values made of it
         # (model_executor/layers/attention/mla_attention.py).
         pair = 2 * heads * (2 * cache.kv_lora_rank + cache.qk_rope_head_dim)
         chunk_pair = 2 * heads * (2 * spec.head_dim - cache.qk_rope_head_dim)
+        own = heads * (4 * spec.head_dim - 2 * cache.qk_rope_head_dim) * element
     elif isinstance(cache, FullAttention | SlidingWindow | ChunkedLocal):
         pair = chunk_pair = 2 * heads * (cache.head_dim + cache.value_size)
+        kept = kv_heads_per_rank(cache.num_kv_heads, form.tensor_parallel_size)
+        own = (heads + kept) * (cache.head_dim + cache.value_size) * element
         window = cache.chunk if isinstance(cache, ChunkedLocal) else cache.window
     elif isinstance(cache, LatentWindow):
         window = cache.window
     grown = cache.payload_bytes(min(span, window or span), form)
-    return Attention(grown // min(span, window or span), pair, chunk_pair, window)
+    return Attention(grown // min(span, window or span), pair, chunk_pair, own, window)
 
 
 def _activation_bytes(served: Served) -> int:

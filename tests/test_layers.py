@@ -262,7 +262,7 @@ OUTER = {
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
-    "kvplan.step_time": ["kvplan.errors", "kvplan.serving"],
+    "kvplan.step_time": ["kvplan.config", "kvplan.errors", "kvplan.serving"],
     "kvplan.topics.parts": ["kvplan.options"],
     "kvplan.topics.example": [
         "kvplan.config",

@@ -18,6 +18,7 @@ def toy_cost(
     token: int = 0,
     head: int = 0,
     pair: int = 0,
+    own: int = 0,
     sequence: int = 0,
     windows: tuple[tuple[int, int], ...] = (),
     launch: int = 0,
@@ -25,12 +26,13 @@ def toy_cost(
     block: int = 0,
     stages: int = 1,
 ) -> LatencyModel:
-    """Picoseconds of the weights, a token of context, a step, a token, a sampled one, a pair, a sequence's state.
+    """Picoseconds of the weights, a token of context, a step, a token, a sampled one, a pair, a chunk's own token
+    (moved twice), a sequence's state.
 
     ``windows`` are pairs of a window and what a token in it takes; ``launch`` is the least that a stage takes without
     a graph, which steps of up to ``graph_tokens`` tokens have.
     """
-    kinds = [Attention(context, pair, pair), Attention(sequence_bytes=sequence)]
+    kinds = [Attention(context, pair, pair, own), Attention(sequence_bytes=sequence)]
     kinds += [Attention(each, window=window) for window, each in windows]
     shape = StageShape(
         1,
@@ -39,5 +41,5 @@ def toy_cost(
         attention=tuple(kinds),
         activation_bytes=token,
     )
-    constants = StepConstants(step_s=overhead * 1e-12, launch_layer_s=launch * 1e-12)
+    constants = StepConstants(step_s=overhead * 1e-12, launch_kernel_s=launch * 1e-12)
     return LatencyModel([shape] * stages, UNIT_RATES, constants, Settings(graph_tokens, block))

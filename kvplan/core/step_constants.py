@@ -6,6 +6,7 @@ quantity (`kvplan.core.cost.Term`), so that all of them can be fitted together b
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple, get_args
 
@@ -17,8 +18,8 @@ ConstantName = Literal[
     "attention_flops_share",
     "link_bandwidth_share",
     "all_reduce_s",
-    "layer_s",
-    "launch_layer_s",
+    "kernel_s",
+    "launch_kernel_s",
     "step_s",
     "sequence_s",
 ]
@@ -34,9 +35,9 @@ class StepConstants:
     ``weights_bandwidth_share``: of the GPU's bandwidth, when matrix products read weights; ``kv_bandwidth_share``: when
     attention reads the KV cache. ``gemm_flops_share``, ``attention_flops_share``: of the dense FLOP/s, in matrix
     products and in attention to a prompt. ``link_bandwidth_share``: of the link between GPUs, one way, in large
-    all-reduces; ``all_reduce_s``: a round of an all-reduce of hardly any bytes. ``layer_s``: a layer's kernels beside
-    their bytes and FLOPs. ``launch_layer_s``: what the CPU needs to launch a layer where no CUDA graph does; the GPU
-    waits where it is faster. ``step_s``: of each step, between the end of one and the start of the next;
+    all-reduces; ``all_reduce_s``: a round of an all-reduce of hardly any bytes. ``kernel_s``: each kernel beside its
+    bytes and FLOPs. ``launch_kernel_s``: what the CPU needs to launch a kernel where no CUDA graph does; the GPU waits
+    where it is faster. ``step_s``: of each step, between the end of one and the start of the next;
     ``sequence_s``: of each sequence in it. ``api_s``: of each request, before it is queued and after its tokens are
     there; it is part of no step.
     """
@@ -47,8 +48,8 @@ class StepConstants:
     attention_flops_share: float = 1.0
     link_bandwidth_share: float = 1.0
     all_reduce_s: float = 0.0
-    layer_s: float = 0.0
-    launch_layer_s: float = 0.0
+    kernel_s: float = 0.0
+    launch_kernel_s: float = 0.0
     step_s: float = 0.0
     sequence_s: float = 0.0
     api_s: float = 0.0
@@ -89,22 +90,69 @@ class ChosenConstants(NamedTuple):
     measured_error: MeasuredError | None = None
 
 
-#: What is shipped where nothing was measured on a GPU: the rest of the ladder's second rung.
-_GENERIC = StepConstants(
-    weights_bandwidth_share=0.85,
-    kv_bandwidth_share=0.75,
-    gemm_flops_share=0.7,
-    attention_flops_share=0.5,
-    link_bandwidth_share=0.7,
-    all_reduce_s=8e-6,
-    layer_s=15e-6,
-    launch_layer_s=80e-6,
-    step_s=1e-3,
-    sequence_s=10e-6,
-    api_s=5e-3,
+class EngineCosts(NamedTuple):
+    """What a generation of an engine spends beside its kernels, on the hosts that its GPUs came with.
+
+    ``since`` is the first version of it.
+    """
+
+    name: str
+    since: tuple[int, int]
+    launch_kernel_s: float
+    step_s: float
+    sequence_s: float
+    api_s: float
+    #: Whether steps of few tokens are replayed from CUDA graphs unless ``--enforce-eager`` is given.
+    has_graphs: bool = True
+
+
+#: What kernels reach where nothing was measured on a GPU or one like it: the middle of those that were.
+UNMEASURED: dict[ConstantName, float] = {
+    "weights_bandwidth_share": 0.8,
+    "kv_bandwidth_share": 0.8,
+    "gemm_flops_share": 0.7,
+    "attention_flops_share": 0.65,
+    "link_bandwidth_share": 0.7,
+    "all_reduce_s": 3.5e-6,
+    "kernel_s": 5e-6,
+}
+
+#: Generations of vLLM, newest first.
+VLLM_GENERATIONS = (
+    EngineCosts("vLLM with asynchronous scheduling", (0, 14), 6e-6, 0.0, 0.0, 8e-3),
+    EngineCosts("vLLM V1 without asynchronous scheduling", (0, 8), 6e-6, 1.5e-3, 5e-6, 8e-3),
+    EngineCosts("vLLM V0", (0, 6), 8e-6, 4e-3, 30e-6, 10e-3),
+    EngineCosts("vLLM of 2023-24", (0, 0), 18.7e-6, 13.3e-3, 211e-6, 10e-3, has_graphs=False),
+)
+#: The oldest again, on the hosts of A100s.
+_VLLM_2023_ON_AMPERE = VLLM_GENERATIONS[-1]._replace(
+    launch_kernel_s=31.5e-6, step_s=15.6e-3, sequence_s=350e-6
 )
 
 
-def shipped_constants(gpu: object, engine: str, version: str) -> ChosenConstants:
-    """The constants for a GPU and an engine's version, and how far off they were."""
-    return ChosenConstants(_GENERIC, "shipped constants")
+def vllm_generation(
+    number: tuple[int, int], *, async_scheduling: bool = True, architecture: str = ""
+) -> EngineCosts:
+    """The generation of a version of vLLM, as ``(major, minor)``, on a GPU of this architecture.
+
+    Scheduling may be switched either way in newer ones.
+    """
+    found = next(one for one in VLLM_GENERATIONS if number >= one.since)
+    overlapping, waiting = VLLM_GENERATIONS[:2]
+    if found is overlapping and not async_scheduling:
+        return waiting
+    if found is waiting and async_scheduling:
+        return overlapping
+    return _VLLM_2023_ON_AMPERE if found is VLLM_GENERATIONS[-1] and architecture == "Ampere" else found
+
+
+def shipped_constants(kernels: Mapping[ConstantName, float], costs: EngineCosts) -> StepConstants:
+    """What kernels were measured to reach, and what the engine costs."""
+    values = {**UNMEASURED, **kernels}
+    return StepConstants(
+        **values,
+        launch_kernel_s=costs.launch_kernel_s,
+        step_s=costs.step_s,
+        sequence_s=costs.sequence_s,
+        api_s=costs.api_s,
+    )

@@ -56,6 +56,7 @@ def draw_cost(rng: Random) -> LatencyModel:
         token=rng.randint(0, 20),
         head=rng.randint(0, 9),
         pair=rng.randint(0, 8),
+        own=rng.randint(0, 3),
         sequence=rng.randint(0, 3),
         windows=tuple((rng.randint(1, 40), rng.randint(1, 5)) for _ in range(rng.randint(0, 2))),
         launch=rng.choice([0, rng.randint(0, 500)]),

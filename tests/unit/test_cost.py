@@ -61,6 +61,11 @@ def test_attention_to_a_chunk_is_bound_by_the_slower_of_reading_and_computing() 
     assert toy_cost(0, 10, 0, pair=1).step_ps(StepWork(2, 80)) == 800 + 20
 
 
+def test_a_chunks_own_tokens_are_moved_twice_beside_their_flops() -> None:
+    # 40 tokens x 2 x 3; read 10 x 100, written 400.
+    assert toy_cost(0, 10, 0, own=3).step_ps(StepWork(chunks=[(60, 40)])) == 1000 + 240 + 400
+
+
 def test_a_window_is_read_up_to_its_size_and_its_pairs_end_with_it() -> None:
     shape = StageShape(1, attention=(Attention(10, 1, 1, window=50),))
     model = LatencyModel([shape], UNIT_RATES, StepConstants())
@@ -135,8 +140,8 @@ def test_a_step_that_computes_nothing_costs_the_overhead_alone() -> None:
     assert TOY.step_ps(StepWork()) == 7
 
 
-def test_layers_and_sequences_take_time_of_their_own() -> None:
-    constants = StepConstants(layer_s=3e-12, sequence_s=5e-12, step_s=7e-12)
+def test_kernels_and_sequences_take_time_of_their_own() -> None:
+    constants = StepConstants(kernel_s=3e-12, sequence_s=5e-12, step_s=7e-12)
     model = LatencyModel([StageShape(4)], UNIT_RATES, constants)
     assert model.step_ps(StepWork(decodes=2, decode_context=9, chunks=[(0, 8)])) == 4 * 3 + 3 * 5 + 7
 
