@@ -71,7 +71,7 @@ class StepRow(NamedTuple):
         """
         shapes, rates = shapes_of(self.model, self.gpu.name, self.tp)
         chosen = constants or choose_constants(self.gpu, self.generation).constants
-        model = LatencyModel(shapes, rates, chosen, Settings(512 if self.generation.has_graphs else 0))
+        model = LatencyModel(shapes, rates, chosen, self.settings)
         least = max(1, int(self.batch))
         part = max(0.0, self.batch - least)
         alone = self._step(model, least) * (1 - part) + self._step(model, least + 1) * part
@@ -81,6 +81,11 @@ class StepRow(NamedTuple):
         chunk = found, round(self.prompt) - found
         longer = self._step(model, least, [chunk]) - self._step(model, least)
         return alone / (1 - self.prompts_per_s * longer)
+
+    @property
+    def settings(self) -> Settings:
+        """Of its engine."""
+        return Settings(512 if self.generation.has_graphs else 0, self.generation.overlaps_host)
 
     def _step(self, model: LatencyModel, batch: int, chunks: list[tuple[int, int]] | None = None) -> float:
         sampled = batch + len(chunks or [])

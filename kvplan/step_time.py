@@ -70,7 +70,7 @@ def latency_model(
         chosen = choose_constants(served.gpu, costs)
     deployment = served.deployment
     has_graphs = costs.has_graphs and not deployment.enforce_eager
-    settings = Settings(_LARGEST_GRAPH if has_graphs else 0, block_bytes)
+    settings = Settings(_LARGEST_GRAPH if has_graphs else 0, costs.overlaps_host, block_bytes)
     return LatencyModel(stage_shapes(served), rates, chosen.constants, settings), chosen
 
 

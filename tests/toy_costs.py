@@ -23,6 +23,8 @@ def toy_cost(
     windows: tuple[tuple[int, int], ...] = (),
     launch: int = 0,
     graph_tokens: int = 0,
+    host: int = 0,
+    overlaps_host: bool = False,
     block: int = 0,
     stages: int = 1,
 ) -> LatencyModel:
@@ -30,7 +32,7 @@ def toy_cost(
     (moved twice), a sequence's state.
 
     ``windows`` are pairs of a window and what a token in it takes; ``launch`` is the least that a stage takes without
-    a graph, which steps of up to ``graph_tokens`` tokens have.
+    a graph, which steps of up to ``graph_tokens`` tokens have; ``host`` is what the engine spends on a sequence.
     """
     kinds = [Attention(context, pair, pair, own), Attention(sequence_bytes=sequence)]
     kinds += [Attention(each, window=window) for window, each in windows]
@@ -41,5 +43,8 @@ def toy_cost(
         attention=tuple(kinds),
         activation_bytes=token,
     )
-    constants = StepConstants(step_s=overhead * 1e-12, launch_kernel_s=launch * 1e-12)
-    return LatencyModel([shape] * stages, UNIT_RATES, constants, Settings(graph_tokens, block))
+    constants = StepConstants(
+        step_s=overhead * 1e-12, sequence_s=host * 1e-12, launch_kernel_s=launch * 1e-12
+    )
+    settings = Settings(graph_tokens, overlaps_host, block)
+    return LatencyModel([shape] * stages, UNIT_RATES, constants, settings)

@@ -114,11 +114,13 @@ class StageShape(NamedTuple):
 class Settings(NamedTuple):
     """What of an engine's settings its step times depend on.
 
-    Decode steps of up to ``graph_tokens`` tokens are replayed from a CUDA graph (0: none is); ``block_bytes`` are those
-    of one block on one rank.
+    Decode steps of up to ``graph_tokens`` tokens are replayed from a CUDA graph (0: none is). ``overlaps_host``: the
+    engine prepares a step while the GPUs run the one before, so that only the slower of the two counts. ``block_bytes``
+    are those of one block on one rank.
     """
 
     graph_tokens: int = 512
+    overlaps_host: bool = False
     block_bytes: int = 0
 
 
@@ -149,35 +151,45 @@ class LatencyModel:
         block = settings.block_bytes
         self.copy_block_ps = _ps(2 * block / (rates.bandwidth_bytes_per_s * constants.kv_bandwidth_share))
         self.swap_block_ps = 100 * block * PICOSECONDS // (rates.host_bytes_per_s * HOST_LINK_SHARE_PERCENT)
+        self._overlaps_host = settings.overlaps_host
         self._step_ps = _ps(constants.step_s)
         self._sequence_ps = _ps(constants.sequence_s)
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
         """``(first, growth, valid)`` of steps in which only ``sequences`` decode, ``context`` tokens in the first.
 
-        Step j takes ``first + growth * j`` picoseconds, for j below ``valid``: then a window is full, or the GPU takes
-        longer than the CPU needs to launch it. Each step adds a token to every context.
+        Step j takes ``first + growth * j`` picoseconds, for j below ``valid``: then a window is full, or the GPU
+        begins to take longer than the host. Each step adds a token to every context.
         """
-        first, growth, valid = self._step_ps + sequences * self._sequence_ps, 0, _FOREVER
+        first = growth = 0
+        valid = _FOREVER
         for stage in self.stages:
             start, more, steps = stage.decode(sequences, context)
             first += start
             growth += more
             valid = min(valid, steps)
-        return first, growth, valid
+        host = self._step_ps + sequences * self._sequence_ps
+        if not self._overlaps_host:
+            return first + host, growth, valid
+        return _at_least(host, first, growth, valid)
 
     def step_ps(self, work: StepWork) -> int:
         """Picoseconds from the start of a step to its end, through all stages one after another.
 
         Blocks are copied and swapped before it computes, one after the other.
         """
-        return self.overhead_ps(work) + sum(stage.price(work) for stage in self.stages)
+        host, moved = self.host_ps(work), self.moved_ps(work)
+        busy = sum(stage.price(work) for stage in self.stages)
+        return (max(host, busy) if self._overlaps_host else host + busy) + moved
 
-    def overhead_ps(self, work: StepWork) -> int:
-        """What a step takes beside its stages: the engine's own time, and blocks that are copied and swapped."""
-        ps = self._step_ps + self._sequence_ps * (work.decodes + len(work.chunks))
-        ps += work.copied_blocks * self.copy_block_ps
-        return ps + (work.swapped_out_blocks + work.swapped_in_blocks) * self.swap_block_ps
+    def host_ps(self, work: StepWork) -> int:
+        """Picoseconds that the engine itself spends on a step: scheduling it, and what it does with the result."""
+        return self._step_ps + self._sequence_ps * (work.decodes + len(work.chunks))
+
+    def moved_ps(self, work: StepWork) -> int:
+        """Picoseconds in which blocks are copied and swapped before a step."""
+        swapped = work.swapped_out_blocks + work.swapped_in_blocks
+        return work.copied_blocks * self.copy_block_ps + swapped * self.swap_block_ps
 
     def stage_ps(self, work: StepWork, stage: int) -> int:
         """Picoseconds that one stage is busy with a step, from 0 for one that computes nothing."""
@@ -190,13 +202,24 @@ class LatencyModel:
         time's derivative by it, so the terms sum to the time, and term / coefficient is the quantity that the
         constant prices, as far as it counts at these constants.
         """
-        found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
-        found["step_s"] += self.constants.step_s
-        found["sequence_s"] += self.constants.sequence_s * (work.decodes + len(work.chunks))
+        host: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
+        host["step_s"] = self.constants.step_s
+        host["sequence_s"] = self.constants.sequence_s * (work.decodes + len(work.chunks))
+        busy: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
         for stage in self.stages:
             for name, value in stage.terms(work).items():
-                found[name] += value
-        return found
+                busy[name] += value
+        if self._overlaps_host:
+            return max(host, busy, key=lambda terms: sum(terms.values()))
+        return {name: host[name] + busy[name] for name in CONSTANT_NAMES}
+
+
+def _at_least(floor: int, first: int, growth: int, valid: int) -> tuple[int, int, int]:
+    """Steps as in `LatencyModel.decode` of which none takes less than ``floor``."""
+    if first >= floor:
+        return first, growth, valid
+    below = _FOREVER if growth == 0 else (floor - first) // growth + 1
+    return floor, 0, min(valid, below)
 
 
 def _ps(seconds: float) -> int:
@@ -248,11 +271,9 @@ class _StageTime:
                 valid = min(valid, room // sequences + 1)
             else:
                 ps += coefficient * sequences * size
-        if sequences <= self.settings.graph_tokens or ps >= self._launch_ps:
+        if sequences <= self.settings.graph_tokens:
             return ps, growth, valid
-        # The GPU waits for the CPU until it takes longer itself.
-        steps = _FOREVER if growth == 0 else (self._launch_ps - ps) // growth + 1
-        return self._launch_ps, 0, min(valid, steps)
+        return _at_least(self._launch_ps, ps, growth, valid)  # the GPU waits for the CPU while that is slower
 
     def price(self, work: StepWork) -> int:
         """As `LatencyModel.stage_ps`."""

@@ -102,6 +102,8 @@ class EngineCosts(NamedTuple):
     step_s: float
     sequence_s: float
     api_s: float
+    #: Whether a step is prepared while the GPUs run the one before (asynchronous scheduling).
+    overlaps_host: bool = False
     #: Whether steps of few tokens are replayed from CUDA graphs unless ``--enforce-eager`` is given.
     has_graphs: bool = True
 
@@ -119,10 +121,10 @@ UNMEASURED: dict[ConstantName, float] = {
 
 #: Generations of vLLM, newest first.
 VLLM_GENERATIONS = (
-    EngineCosts("vLLM with asynchronous scheduling", (0, 14), 6e-6, 0.0, 0.0, 8e-3),
-    EngineCosts("vLLM V1 without asynchronous scheduling", (0, 8), 6e-6, 1.5e-3, 5e-6, 8e-3),
-    EngineCosts("vLLM V0", (0, 6), 8e-6, 4e-3, 30e-6, 10e-3),
-    EngineCosts("vLLM of 2023-24", (0, 0), 18.7e-6, 13.3e-3, 211e-6, 10e-3, has_graphs=False),
+    EngineCosts("vLLM with asynchronous scheduling", (0, 14), 6e-6, 0.5e-3, 15e-6, 8e-3, overlaps_host=True),
+    EngineCosts("vLLM V1 without asynchronous scheduling", (0, 8), 6e-6, 0.5e-3, 15e-6, 8e-3),
+    EngineCosts("vLLM V0", (0, 5), 6e-6, 1.1e-3, 61e-6, 8e-3),
+    EngineCosts("vLLM of 2023-24", (0, 0), 18.7e-6, 13.3e-3, 211e-6, 8e-3, has_graphs=False),
 )
 #: The oldest again, on the hosts of A100s.
 _VLLM_2023_ON_AMPERE = VLLM_GENERATIONS[-1]._replace(

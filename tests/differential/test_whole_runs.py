@@ -61,6 +61,8 @@ def draw_cost(rng: Random) -> LatencyModel:
         windows=tuple((rng.randint(1, 40), rng.randint(1, 5)) for _ in range(rng.randint(0, 2))),
         launch=rng.choice([0, rng.randint(0, 500)]),
         graph_tokens=rng.choice([0, 3, 1000]),
+        host=rng.choice([0, rng.randint(0, 100)]),
+        overlaps_host=rng.random() < 0.5,
         stages=rng.choice([1, 1, 2]),
     )
 

@@ -154,6 +154,16 @@ def test_without_a_graph_the_gpu_waits_for_the_launches() -> None:
     assert cost.step_ps(StepWork(3, 48)) == 1000 + 480 + 30 + 7
 
 
+def test_a_host_that_works_ahead_counts_only_where_it_is_slower() -> None:
+    cost = toy_cost(1000, 10, 7, host=600, overlaps_host=True)
+    # 2 sequences: 7 + 2 x 600 on the host, 1000 + 10 x 18 + 20 on the GPU.
+    assert cost.step_ps(StepWork(2, 18)) == 1207
+    assert cost.decode(2, 18) == (1207, 0, 1)
+    assert cost.decode(2, 20) == (1220, 20, 1 << 62)
+    assert sum(cost.terms(StepWork(2, 18)).values()) == pytest.approx(1207e-12)
+    assert sum(cost.terms(StepWork(2, 20)).values()) == pytest.approx(1220e-12)
+
+
 def test_a_step_waits_for_its_copies_and_swaps() -> None:
     cost = toy_cost(1000, 10, 7, block=8)
     # A copy reads and writes 8 bytes; the link to the host reaches 80 % of a byte a picosecond.
