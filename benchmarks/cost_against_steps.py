@@ -9,7 +9,7 @@ fitted to; by how a step was measured, model, GPU and ranks. ``--datasheet`` lea
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
 
@@ -46,6 +46,17 @@ def main() -> None:
                 f"    batch {row.batch:6.2f} x {row.context:7.1f} tokens: {1e3 * row.seconds:8.3f} ms measured, "
                 f"{100 * errors[id(row)]:+6.1f} %{' (fitted)' if row.is_fitted else ''}"
             )
+    by_constants(rows, errors)
+
+
+def by_constants(rows: Sequence[StepRow], errors: Mapping[int, float]) -> None:
+    """Print the errors of each set of shipped constants, as `kvplan.core.step_constants.MEASURED_ERRORS` has them."""
+    sets: dict[tuple[str, str], list[float]] = {}
+    for row in rows:
+        if not row.is_fitted:
+            sets.setdefault((row.gpu.name, row.generation.name), []).append(errors[id(row)])
+    for (gpu, name), found in sorted(sets.items()):
+        print(f"not fitted, {gpu}, {name}: {line(found)}")
 
 
 def line(errors: Sequence[float]) -> str:

@@ -24,6 +24,8 @@ from kvplan.core.step_constants import ConstantName, StepConstants
 SOFT = 0.1
 #: Shares of those rows that attention's bandwidth and the link are read from: large enough to tell.
 LARGE = {"attention_decode": 32e6, "attention_prefill": 1e10, "all_reduce": 1e6}
+#: Tokens of products that are bound by FLOPs: where 8-bit ones were measured too, the share is of both.
+LARGE_PRODUCT = 1024
 
 Fitted = dict[ConstantName, float]
 
@@ -59,6 +61,9 @@ def fit_gpu(rows: Sequence[KernelRow]) -> Fitted:
         if len(chosen) > len(names):
             best = fit(chosen, {**dict.fromkeys(names, 0.6), names[-1]: 5e-6}, found)
             found.update({name: best[name] for name in names[:kept]})
+    products = [row for row in rows if row.file in ("linear_ops", "gemm_h100") and row.size >= LARGE_PRODUCT]
+    if any(row.file == "gemm_h100" for row in products):
+        found.update(fit(products, {"gemm_flops_share": 0.7}, found))
     return found
 
 

@@ -169,6 +169,9 @@ def _all_reduce(row: dict[str, str]) -> Iterator[KernelRow]:
     size, ranks = int(row["size_field"]), int(row["n_gpus"])
     gpu = "h100-80gb" if row["system"].startswith("h100") else "a100-80gb"
     rates = gpu_rates(load_gpu(gpu))
+    if row["system"] == "h100_pairwise_nvlink":
+        # Two cards under a bridge of 600 GB/s, both ways together.
+        rates = rates._replace(link=Link(300 * 10**9, is_switched=True))
     if row["system"] == "a100_dgx":
         # 12 to 22 GB/s: no NVLink was used, at 16 GPUs two machines.
         rates = rates._replace(link=Link(rates.host_bytes_per_s, is_switched=False))

@@ -31,6 +31,7 @@ from kvplan.core.kv_cache import (
 )
 from kvplan.core.step_constants import (
     CONSTANT_NAMES,
+    MEASURED_ERRORS,
     ChosenConstants,
     ConstantName,
     EngineCosts,
@@ -94,9 +95,10 @@ def choose_constants(gpu: Gpu | None, costs: EngineCosts) -> ChosenConstants:
             fields = gpu.kernels._asdict()
             measured = {**{name: fields[name] for name in CONSTANT_NAMES if fields.get(name)}, **measured}
         gpu = load_gpu(gpu.kernels_like) if gpu.kernels_like else None
-    like = f" as of {names[-1]}" if len(names) > 1 else "" if measured else " (not measured)"
-    name = f"shipped constants: {names[0] if names else 'a GPU'}{like}, {costs.name}"
-    return ChosenConstants(shipped_constants(measured, costs), name)
+    like = f" as of {' and '.join(names[1:])}" if names[1:] else "" if measured else ", not measured"
+    name = f"shipped constants: {names[0] if names else 'a GPU'}{like}; {costs.name}"
+    error = MEASURED_ERRORS.get((names[0], costs.name)) if names else None
+    return ChosenConstants(shipped_constants(measured, costs), name, error)
 
 
 def gpu_rates(gpu: Gpu | None) -> GpuRates:

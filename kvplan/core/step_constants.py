@@ -126,10 +126,9 @@ VLLM_GENERATIONS = (
     EngineCosts("vLLM V0", (0, 5), 6e-6, 1.1e-3, 61e-6, 8e-3),
     EngineCosts("vLLM of 2023-24", (0, 0), 18.7e-6, 13.3e-3, 211e-6, 8e-3, has_graphs=False),
 )
+_OVERLAPPING, _WAITING, _, _OLDEST = VLLM_GENERATIONS
 #: The oldest again, on the hosts of A100s.
-_VLLM_2023_ON_AMPERE = VLLM_GENERATIONS[-1]._replace(
-    launch_kernel_s=31.5e-6, step_s=15.6e-3, sequence_s=350e-6
-)
+_OLDEST_ON_AMPERE = _OLDEST._replace(launch_kernel_s=31.5e-6, step_s=15.6e-3, sequence_s=350e-6)
 
 
 def vllm_generation(
@@ -140,12 +139,23 @@ def vllm_generation(
     Scheduling may be switched either way in newer ones.
     """
     found = next(one for one in VLLM_GENERATIONS if number >= one.since)
-    overlapping, waiting = VLLM_GENERATIONS[:2]
-    if found is overlapping and not async_scheduling:
-        return waiting
-    if found is waiting and async_scheduling:
-        return overlapping
-    return _VLLM_2023_ON_AMPERE if found is VLLM_GENERATIONS[-1] and architecture == "Ampere" else found
+    if found in (_OVERLAPPING, _WAITING):
+        return _OVERLAPPING if async_scheduling else _WAITING
+    return _OLDEST_ON_AMPERE if found is _OLDEST and architecture == "Ampere" else found
+
+
+#: How far off the shipped constants were on decode steps that none was fitted to, by GPU and generation
+#: (benchmarks/cost_against_steps.py).
+MEASURED_ERRORS = {
+    ("h100-80gb", _OVERLAPPING.name): MeasuredError(0.006, 0.023, 36, "decode steps of five models in 2026"),
+    ("rtx-4090", _OVERLAPPING.name): MeasuredError(
+        0.105, 0.201, 12, "decode steps of Llama-3.1-8B, seconds of a log"
+    ),
+    ("h100-80gb", _OLDEST.name): MeasuredError(
+        0.061, 0.119, 62, "decode steps of Llama-2-70B and BLOOM in 2023-24"
+    ),
+    ("a100-80gb", _OLDEST.name): MeasuredError(0.029, 0.077, 29, "decode steps of Llama-2-70B in 2023-24"),
+}
 
 
 def shipped_constants(kernels: Mapping[ConstantName, float], costs: EngineCosts) -> StepConstants:
