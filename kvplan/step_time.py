@@ -138,7 +138,7 @@ def _stage_shape(served: Served, stage: Stage) -> StageShape:
     return StageShape(
         kernels=layers * (_LAYER_KERNELS + (_EXPERT_KERNELS if experts else 0)),
         dense=_dense(served, parts, stage),
-        head=_product([part for part in parts if part.group.kind == "head"]),
+        head=_product([part for part in parts if part.group.kind == "head" and stage.is_last]),
         experts=experts,
         attention=_attention(served, stage),
         activation_bytes=layers * _activation_bytes(served),
