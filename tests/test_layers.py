@@ -65,6 +65,8 @@ SCHEDULING = {
     "plain_groups": 7,
     "plain_states": 8,
     "engines": 9,
+    "communication": 0,
+    "step_constants": 1,
     "cost": 6,
     "tally": 0,
     "preemptions": 6,
@@ -266,6 +268,7 @@ OUTER = {
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
     # The type of a point of the timeline, which `kvplan.output` hands over.
     "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    "kvplan.step_time": ["kvplan.config", "kvplan.errors", "kvplan.serving"],
     "kvplan.topics.parts": ["kvplan.options"],
     "kvplan.topics.example": [
         "kvplan.config",

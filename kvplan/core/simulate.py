@@ -223,12 +223,13 @@ def run(
     ``decode_price``, of sequences and context, what a run of decode steps takes: ``(first, growth, valid)``, exactly as
     ``price`` would have it.
 
-    A turn that processes a batch lasts until that batch ends on the device, where each stage runs its batches in turn;
-    one that processes none takes no time. Requests that reach the engine, and clients that go away between turns, are
-    seen before the next turn, all at the same tick in order; who goes away while the engine waits for a batch is let go
-    before that batch is processed. With ``step_numbered`` a tick is a step index, each turn takes one, and idle gaps jump it to the
-    next arrival. A dead step (nothing planned, nobody preempted; with a batch queue several in a row) takes no time and
-    is followed by the next arrival or abort; if none is left, the run is stuck. O(turns + requests).
+    A turn that processes a batch lasts until that batch ends on the device, where each stage runs its batches in
+    turn; one that processes none takes no time. Requests that reach the engine, and clients that go away between
+    turns, are seen before the next turn, all at the same tick in order; who goes away while the engine waits for a
+    batch is let go before that batch is processed. With ``step_numbered`` a tick is a step index, each turn takes
+    one, and idle gaps jump it to the next arrival. A dead step (nothing planned, nobody preempted; with a batch
+    queue several in a row) takes no time and is followed by the next arrival or abort; if none is left, the run is
+    stuck. O(turns + requests).
     """
     clients = clients_of(requests, num_clients, front_end)
     return _Loop(clients, engine, price, metrics, decode_price, step_numbered, observe).play()
