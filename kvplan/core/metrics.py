@@ -265,9 +265,9 @@ class _OverTime:
         self.waiting += self._waited
         self.holes += self._in_holes
         self._waited = self._in_holes = 0
-        self._sure_levels = len(self._used)
         self._sure_states = len(self._states)
-        if self._sure_levels > _SUMMED_AT_ONCE:
+        self._sure_levels = levels = len(self._used)
+        if levels > _SUMMED_AT_ONCE:
             self.sum_up()
 
     def sum_up(self) -> None:
@@ -378,18 +378,20 @@ class Metrics:
             self.window_start = self._over_time.opening = request.arrival + self.warmup
             self._over_time.note_idle(request.arrival, now)
         totals = self._totals
-        record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
+        arrival, window_end = request.arrival, self.window_end
+        measured = arrival >= self.window_start
+        record = RequestRecord(request, totals.arrived, measured, rejected_for)
         totals.arrived += 1
         totals.arrived_samples += request.samples
-        if record.measured:
-            if self.window_end is not None and request.arrival <= self.window_end:
+        if measured:
+            if window_end is not None and arrival <= window_end:
                 totals.asked += 1
             else:
                 totals.asked_since += 1
         if rejected_for is None:
             self.records[request.id] = record
-            if request.arrival < now:
-                self._over_time.note_wait(request.arrival, now, self.window_end)
+            if arrival < now:
+                self._over_time.note_wait(arrival, now, window_end)
         else:
             totals.reject_reasons[rejected_for] = totals.reject_reasons.get(rejected_for, 0) + 1
             self._tell(record)
@@ -472,7 +474,7 @@ class Metrics:
         self.evicted_blocks += run.evicted
         ticks = range(first, first + steps * growth, growth) if growth else [first] * steps
         first_used, tokens, waste = self._slots(run)
-        used = list(accumulate(run.takes[1:], initial=first_used))
+        used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
         self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
@@ -515,13 +517,15 @@ class Metrics:
 
     def _note_finish(self, record: RequestRecord, end: int) -> None:
         totals, request = self._totals, record.request
+        output, samples = record.output_tokens, request.samples
         totals.finished += 1
-        totals.finished_samples += request.samples
-        totals.truncated += record.output_tokens < request.output_tokens
+        totals.finished_samples += samples
+        if output < request.output_tokens:
+            totals.truncated += 1
         if self.window_start is not None and end >= self.window_start:
             totals.finished_inside += 1
             totals.input_inside += request.input_tokens
-            totals.output_inside += record.output_tokens * request.samples
+            totals.output_inside += output * samples
         if record.measured:
             self._e2e.add(end - request.arrival)
             tpot = tpot_ticks(record)
@@ -529,7 +533,8 @@ class Metrics:
                 self._tpot.add(tpot)
             if self._has_goals:
                 totals.good += self._meets(record, self.slo)
-        self._tell(record)
+        if self._on_request is not None:
+            self._on_request(record)
 
     def _tell(self, record: RequestRecord) -> None:
         if self._on_request is not None:
@@ -558,16 +563,18 @@ class Metrics:
             self._gaps.add(0, measured)
 
     def _fold_finished(self, finished: Iterable[Sequence], end: int) -> None:
+        totals = self._totals
         for sequence in finished:
             record = self.records.pop(sequence.id)
+            tokens = sequence.num_tokens
             record.finished = end
-            record.output_tokens = sequence.num_tokens - record.request.input_tokens
-            computed = sequence.num_tokens - 1  # the last token is sampled, but never has KV
-            record.peak_blocks = -(-computed // self.block_size)
+            record.output_tokens = tokens - record.request.input_tokens
+            record.peak_blocks = -(-(tokens - 1) // self.block_size)  # the last token never has KV
             self._note_finish(record, end)
         self.window_end = end
-        self._totals.asked += self._totals.asked_since
-        self._totals.asked_since = 0
+        if totals.asked_since:
+            totals.asked += totals.asked_since
+            totals.asked_since = 0
         self._over_time.note_finish()
 
     # Figures

@@ -118,24 +118,23 @@ class Vllm:
             waste += sum(slots for offset, slots in waste_begun if not offset)
         free = pool.free - first_takes
         cached = min(pool.idle, free)  # blocks without content are taken first
-        run: DecodeRun[Member] = (
-            DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
-                steps,
-                size,
-                context,
-                takes,
-                pool.take(taken) if taken else 0,
-                free,
-                cached,
-                len(self.running),
-                len(self.waiting),
-                pool.shared,
-                empty,
-                empty - waste,
-                waste_begun,
-                cohort.finished(),
-                0,
-            )
+        # By place: with keywords this would cost as much as a sequence that finishes.
+        run: DecodeRun[Member] = DecodeRun(
+            steps,
+            size,
+            context,
+            takes,
+            pool.take(taken) if taken else 0,
+            free,
+            cached,
+            len(self.running),
+            len(self.waiting),
+            pool.shared,
+            empty,
+            empty - waste,
+            waste_begun,
+            cohort.finished(),
+            0,
         )
         for member in run.finished:
             self._finish(member)
