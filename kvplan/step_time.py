@@ -35,6 +35,7 @@ from kvplan.core.step_constants import (
     ChosenConstants,
     ConstantName,
     EngineCosts,
+    launched_eagerly,
     shipped_constants,
     vllm_generation,
 )
@@ -69,20 +70,19 @@ def latency_model(
     costs = engine_costs(served)
     if chosen is None:
         chosen = choose_constants(served.gpu, costs)
-    deployment = served.deployment
-    has_graphs = costs.has_graphs and not deployment.enforce_eager
-    settings = Settings(_LARGEST_GRAPH if has_graphs else 0, costs.overlaps_host, block_bytes)
+    settings = Settings(_LARGEST_GRAPH if costs.has_graphs else 0, costs.overlaps_host, block_bytes)
     return LatencyModel(stage_shapes(served), rates, chosen.constants, settings), chosen
 
 
 def engine_costs(served: Served) -> EngineCosts:
     """The generation of the engine; engines beside vLLM are taken for the newest vLLM, whose kernels they would run."""
     version = served.engine.version if served.engine.name == "vllm" else ""
-    return vllm_generation(
+    costs = vllm_generation(
         vllm_rules(version).number,
         async_scheduling=served.deployment.async_scheduling,
         architecture=served.gpu.architecture if served.gpu else "",
     )
+    return launched_eagerly(costs) if served.deployment.enforce_eager else costs
 
 
 def choose_constants(gpu: Gpu | None, costs: EngineCosts) -> ChosenConstants:
