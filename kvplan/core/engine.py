@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
+from math import sqrt
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.drafts import Drafting
@@ -273,8 +274,9 @@ class Turn(Generic[S]):
     ``new_tables`` has all its tables instead.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
-    joined and left.
+    ``scheduled`` nor in ``sampled``. Of the processed batch, ``started_decoding`` says who joined them, and
+    ``stopped_decoding`` who left them after the token that it put out; ``interrupted`` are those who lost their place
+    before their turn came, and got none.
 
     ``planned`` and ``processed`` say which halves of a call took place; all counts are as they would be if nothing had
     been planned where it was not. ``keeps_going``: something else happened (an abort), or so few calls in a row did
@@ -297,6 +299,7 @@ class Turn(Generic[S]):
         "free_blocks",
         "free_blocks_end",
         "hole_slots",
+        "interrupted",
         "keeps_going",
         "new_blocks",
         "new_tables",
@@ -337,6 +340,7 @@ class Turn(Generic[S]):
         self.decoders = 0
         self.started_decoding: list[S] = []
         self.stopped_decoding: list[S] = []
+        self.interrupted: list[S] = []
         self.evicted = 0
         self.evicted_blocks: list[int] = []
         self.new_blocks: dict[S, list[int]] = {}
@@ -390,6 +394,48 @@ class DecodeRun(Generic[S]):
     def first_work(self) -> StepWork:
         """What the first step computes."""
         return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)
+
+
+class RunTimes(NamedTuple):
+    """Ticks of the steps of a `DecodeRun`: of the first, of the second, and how many more each following one takes.
+
+    With a batch queue a step lasts as long as the batch that is processed in it, so the first may be of another kind.
+    """
+
+    first: int
+    second: int
+    growth: int
+
+    def ticks(self, steps: int) -> Seq[int]:
+        """Of each of so many steps."""
+        first, second, growth = self
+        if growth and second == first + growth:
+            return range(first, first + steps * growth, growth)
+        return [
+            first,
+            *(range(second, second + (steps - 1) * growth, growth) if growth else [second] * (steps - 1)),
+        ]
+
+    def total(self, steps: int) -> int:
+        """Of so many steps together."""
+        more = steps - 1
+        return self.first + more * self.second + self.growth * (more * (more - 1) // 2)
+
+    def steps_until(self, gap: int, most: int) -> int:
+        """The fewest steps that take at least ``gap`` ticks; at most ``most``."""
+        first, second, growth = self
+        gap -= first
+        if gap <= 0 or most == 1:
+            return 1
+        # The root of growth/2 k^2 + (second - growth/2) k = gap, then at most a few steps of correction.
+        linear = second - growth / 2
+        root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
+        steps = min(most - 1, int(root) + 1)
+        while steps < most - 1 and steps * second + growth * (steps * (steps - 1) // 2) < gap:
+            steps += 1
+        while steps > 1 and (steps - 1) * second + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+            steps -= 1
+        return steps + 1
 
 
 class Holding(NamedTuple):

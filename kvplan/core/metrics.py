@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from kvplan.core.engine import DecodeRun, Live, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Live, RunTimes, Sequence, Turn
 from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
@@ -42,6 +42,7 @@ class RequestRecord:
     resumed_hit_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0
+    decodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,10 +249,11 @@ class _OverTime:
         self._used += used
         self._ticks += ticks
         total = end - start
-        # Each step is longer than the one before by the same number of ticks.
+        # After the first, each step is longer than the one before by the same number of ticks.
         steps = run.steps
-        growth = ticks[1] - ticks[0] if steps > 1 else 0
-        passed = (3 * ticks[0] + growth * (2 * steps - 1)) * (steps * (steps - 1) // 2) // 3
+        second = ticks[1] if steps > 1 else 0
+        growth = ticks[2] - second if steps > 2 else 0
+        passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
         token_ticks = tokens * total + run.decoders * passed
         waste_ticks = waste * total
         for offset, slots in run.waste_begun:
@@ -404,10 +406,15 @@ class Metrics:
 
     def abort(self, row: Live, tick: int) -> None:
         """Note that the client of a live request went away."""
+        self.interrupt(row, tick)
         record = self._end_early(row)
         record.aborted = tick
         self._totals.aborted += 1
         self._tell(record)
+
+    def interrupt(self, row: Live, start: int) -> None:
+        """Note that a live request gets nothing of the turn at ``start``, for its client goes away in it."""
+        self._stop_decoding(self.records[row[0]], start)
 
     def fold(self, turn: Turn[Any], start: int, end: int, planned_end: int | None = None) -> None:
         """Note a step scheduled at ``start`` whose output is there at ``end``.
@@ -438,48 +445,40 @@ class Metrics:
         if turn.preemptions or self._preemptions.open:
             self._preemptions.fold(turn, self.steps - 1, start, end if planned_end is None else planned_end)
         gaps = self._gaps
-        # Of those who stopped some finish, with a token of this step; others lost their place before their turn came,
-        # and if they got it back at once, they are among the sampled.
-        early: set[Sequence] = set()
-        if turn.stopped_decoding:
-            sampled = set(turn.sampled)
-            early = {s for s in turn.stopped_decoding if s.num_tokens < s.max_tokens or s in sampled}
-        for sequence in early:
-            record = records[sequence.id]
-            record.last_token = start
-            self._decoding -= record.measured
-        if turn.decoders and self._decoding:
+        for sequence in turn.interrupted:
+            self._stop_decoding(records[sequence.id], start)
+        if self._decoding:
             gaps.add(end - start, self._decoding)
         self._fold_samples(turn.sampled, end)
         if turn.extra_tokens:
             self._fold_extra_tokens(turn.extra_tokens)
         self.accepted_drafts += turn.accepted_drafts
         self.rejected_drafts += turn.rejected_drafts
-        for sequence in turn.stopped_decoding:
-            if sequence not in early:
-                self._decoding -= records[sequence.id].measured
         for sequence in turn.started_decoding:
-            self._decoding += records[sequence.id].measured
+            record = records[sequence.id]
+            record.decodes = True
+            self._decoding += record.measured
+        for sequence in turn.stopped_decoding:
+            self._stop_decoding(records[sequence.id], end)
         if turn.finished:
             self._fold_finished(turn.finished, end)
 
-    def fold_run(self, run: DecodeRun[Any], start: int, end: int, first: int, growth: int) -> None:
-        """Note a run of steps from ``start`` to ``end``. O(steps), at C speed.
-
-        The first takes ``first`` ticks, each following one ``growth`` more than the one before.
-        """
+    def fold_run(self, run: DecodeRun[Any], start: int, end: int, times: RunTimes) -> None:
+        """Note a run of steps from ``start`` to ``end``. O(steps), at C speed."""
         steps = run.steps
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
-        ticks = range(first, first + steps * growth, growth) if growth else [first] * steps
+        ticks = times.ticks(steps)
         first_used, tokens, waste = self._slots(run)
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
         self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
         if self._decoding:
-            self._gaps.add_all(ticks, self._decoding)
+            self._gaps.add(ticks[0], self._decoding)
+            if steps > 1:
+                self._gaps.add_all(ticks[1:], self._decoding)
         if run.finished:
             for sequence in run.finished:
                 self._decoding -= self.records[sequence.id].measured
@@ -501,6 +500,13 @@ class Metrics:
         record.output_tokens = tokens - record.request.input_tokens
         record.peak_blocks = -(-most_computed // self.block_size)
         return record
+
+    def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
+        """Note that a request no longer decodes without being visited."""
+        if record.decodes:
+            record.decodes = False
+            record.last_token = last_token
+            self._decoding -= record.measured
 
     def _note_admission(self, record: RequestRecord, start: int, hit_tokens: int) -> None:
         totals = self._totals
