@@ -144,6 +144,8 @@ def run(
 def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
     """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``; at most ``most``."""
     # The root of growth/2 k^2 + (first - growth/2) k = gap, then at most a few steps of correction.
+    if not growth:
+        return min(most, -(-gap // first))
     linear = first - growth / 2
     root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
     steps = min(most, int(root) + 1)

@@ -99,8 +99,10 @@ class Vllm:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
         if self._only_decodes:
             # Until somebody finishes or blocks run short.
-            steps = min(max_steps, self.cohort.first_finish - self.cohort.step + 1)
-            steps = self.cohort.steps_within(self.pool.free, steps)
+            cohort = self.cohort
+            steps = cohort.steps_within(
+                self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1)
+            )
             if steps:
                 return self._decode(steps)
         return self._step()
