@@ -100,9 +100,7 @@ class Vllm:
         if self._only_decodes:
             # Until somebody finishes or blocks run short.
             cohort = self.cohort
-            steps = cohort.steps_within(
-                self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1)
-            )
+            steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
             if steps:
                 return self._decode(steps)
         return self._step()
