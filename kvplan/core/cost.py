@@ -104,7 +104,9 @@ class Roofline:
         moved += (work.swapped_out_blocks + work.swapped_in_blocks) * self.swap_block_ps
         if not tokens:
             return self.overhead_ps + moved
-        read = work.decode_context + sum(before + count for before, count in work.chunks)
+        read = work.decode_context
+        for before, count in work.chunks:
+            read += before + count
         memory = self.weights_ps + self.kv_token_ps * read
         compute = self.token_ps * tokens + self.logits_ps * work.sampled + self.attention_ps * pairs
         return max(memory, compute) + self.overhead_ps + moved

@@ -405,7 +405,9 @@ class Metrics:
         self.copied_blocks += work.copied_blocks
         self.swapped_out_blocks += work.swapped_out_blocks
         self.swapped_in_blocks += work.swapped_in_blocks
-        used, tokens, waste = self._slots(turn)
+        used = self.usable_blocks - turn.free_blocks
+        tokens = used * self.block_size - turn.empty_slots
+        waste = turn.empty_slots - turn.reserved_slots
         if used > self.peak_blocks:
             self.peak_blocks = used
         self._over_time.note(turn, start, end, used, tokens, waste)
@@ -452,7 +454,9 @@ class Metrics:
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
         ticks = range(first, first + steps * growth, growth) if growth else [first] * steps
-        first_used, tokens, waste = self._slots(run)
+        first_used = self.usable_blocks - run.free_blocks
+        tokens = first_used * self.block_size - run.empty_slots
+        waste = run.empty_slots - run.reserved_slots
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
@@ -513,11 +517,6 @@ class Metrics:
     def _tell(self, record: RequestRecord) -> None:
         if self._on_request is not None:
             self._on_request(record)
-
-    def _slots(self, turn: Turn[Any] | DecodeRun[Any]) -> tuple[int, int, int]:
-        """Used blocks, and of their slots those with KV and those that nobody will ever fill."""
-        used, empty = self.usable_blocks - turn.free_blocks, turn.empty_slots
-        return used, used * self.block_size - empty, empty - turn.reserved_slots
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:

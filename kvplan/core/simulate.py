@@ -149,8 +149,13 @@ def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
     linear = first - growth / 2
     root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
     steps = min(most, int(root) + 1)
-    while steps < most and steps * first + growth * (steps * (steps - 1) // 2) < gap:
+    ticks = steps * first + growth * (steps * (steps - 1) // 2)
+    while ticks < gap and steps < most:
+        ticks += first + growth * steps
         steps += 1
-    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+    while steps > 1:
+        ticks -= first + growth * (steps - 1)
+        if ticks < gap:
+            break
         steps -= 1
     return steps
