@@ -424,18 +424,25 @@ class RunTimes(NamedTuple):
     def steps_until(self, gap: int, most: int) -> int:
         """The fewest steps that take at least ``gap`` ticks; at most ``most``."""
         first, second, growth = self
-        gap -= first
-        if gap <= 0 or most == 1:
+        gap, most = gap - first, most - 1
+        if gap <= 0 or not most:
             return 1
+        if not growth:
+            return 1 + min(most, -(-gap // second))
         # The root of growth/2 k^2 + (second - growth/2) k = gap, then at most a few steps of correction.
         linear = second - growth / 2
         root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
-        steps = min(most - 1, int(root) + 1)
-        while steps < most - 1 and steps * second + growth * (steps * (steps - 1) // 2) < gap:
+        steps = min(most, int(root) + 1)
+        ticks = steps * second + growth * (steps * (steps - 1) // 2)
+        while ticks < gap and steps < most:
+            ticks += second + growth * steps
             steps += 1
-        while steps > 1 and (steps - 1) * second + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
+        while steps > 1:
+            ticks -= second + growth * (steps - 1)
+            if ticks < gap:
+                break
             steps -= 1
-        return steps + 1
+        return 1 + steps
 
 
 class Holding(NamedTuple):

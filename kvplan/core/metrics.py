@@ -226,14 +226,14 @@ class _OverTime:
             self._ticks.append(ticks)
             queues = (state.running, state.waiting, state.shared_blocks)
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
-            self._in_holes += state.hole_slots * ticks
+            if state.hole_slots:
+                self._in_holes += state.hole_slots * ticks
 
     def note_run(
         self,
         run: DecodeRun[Any],
         start: int,
         end: int,
-        *,
         ticks: Seq[int],
         used: list[int],
         tokens: int,
@@ -249,18 +249,20 @@ class _OverTime:
         self._used += used
         self._ticks += ticks
         total = end - start
-        # After the first, each step is longer than the one before by the same number of ticks.
+        token_ticks, waste_ticks = tokens * total, waste * total
         steps = run.steps
-        second = ticks[1] if steps > 1 else 0
-        growth = ticks[2] - second if steps > 2 else 0
-        passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
-        token_ticks = tokens * total + run.decoders * passed
-        waste_ticks = waste * total
-        for offset, slots in run.waste_begun:
-            if offset:
-                waste_ticks += slots * sum(ticks[offset:])
+        if steps > 1:
+            # From the second on, each is longer than the one before by the same number of ticks.
+            second = ticks[1]
+            growth = ticks[2] - second if steps > 2 else 0
+            passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
+            token_ticks += run.decoders * passed
+            for offset, slots in run.waste_begun:
+                if offset:
+                    waste_ticks += slots * sum(ticks[offset:])
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
-        self._in_holes += run.hole_slots * total
+        if run.hole_slots:
+            self._in_holes += run.hole_slots * total
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
@@ -429,7 +431,9 @@ class Metrics:
         self.copied_blocks += work.copied_blocks
         self.swapped_out_blocks += work.swapped_out_blocks
         self.swapped_in_blocks += work.swapped_in_blocks
-        used, tokens, waste = self._slots(turn)
+        used = self.usable_blocks - turn.free_blocks
+        tokens = used * self.block_size - turn.empty_slots
+        waste = turn.empty_slots - turn.reserved_slots
         if used > self.peak_blocks:
             self.peak_blocks = used
         self._over_time.note(turn, start, end, used, tokens, waste)
@@ -470,11 +474,13 @@ class Metrics:
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
         ticks = times.ticks(steps)
-        first_used, tokens, waste = self._slots(run)
+        first_used = self.usable_blocks - run.free_blocks
+        tokens = first_used * self.block_size - run.empty_slots
+        waste = run.empty_slots - run.reserved_slots
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
-        self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
+        self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
         if self._decoding:
             self._gaps.add(ticks[0], self._decoding)
             if steps > 1:
@@ -545,11 +551,6 @@ class Metrics:
     def _tell(self, record: RequestRecord) -> None:
         if self._on_request is not None:
             self._on_request(record)
-
-    def _slots(self, turn: Turn[Any] | DecodeRun[Any]) -> tuple[int, int, int]:
-        """Used blocks, and of their slots those with KV and those that nobody will ever fill."""
-        used = self.usable_blocks - turn.free_blocks
-        return used, used * self.block_size - turn.empty_slots, turn.empty_slots - turn.reserved_slots
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:

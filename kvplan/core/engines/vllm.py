@@ -182,18 +182,17 @@ class Vllm:
 
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if nothing but decodes can be in it, else None."""
-        return (self.cohort.size, self.cohort.context) if self._only_decodes else None
+        return (self.cohort.size, self.cohort.context) if self._only_decodes() else None
 
-    @property
     def _only_decodes(self) -> bool:
         return not self.prefilling and (not self.waiting or self._head_is_blocked) and self.cohort.size > 0
 
     def turn(self, max_steps: int = 1, wait: Wait | None = None) -> Turn[Member] | DecodeRun[Member]:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
-        if self._only_decodes and wait is None:
+        if wait is None and self._only_decodes():
             # Until somebody finishes or blocks run short.
-            steps = min(max_steps, self.cohort.first_finish - self.cohort.step + 1)
-            steps = self.cohort.steps_within(self.pool.free, steps)
+            cohort = self.cohort
+            steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
             if self._in_flight:
                 steps = self._steps_alike(steps)
             if steps:
@@ -326,8 +325,8 @@ class Vllm:
         For it got one when it was admitted last, and since then nobody before it has come to want more: a chunk grows
         only with an adaptive cap, which is a share of the budget for each.
         """
-        left = self.config.max_num_batched_tokens - self.cohort.size
         chunks: dict[Member, int] = {}
+        left = self.config.max_num_batched_tokens - self.cohort.size
         for member in self.prefilling:
             tokens = member.num_tokens - member.computed
             if 0 < cap < tokens:
