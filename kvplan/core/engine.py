@@ -391,6 +391,11 @@ class DecodeRun(Generic[S]):
     hole_slots: int = 0
 
     @property
+    def is_dead(self) -> bool:
+        """False: somebody decodes."""
+        return False
+
+    @property
     def first_work(self) -> StepWork:
         """What the first step computes."""
         return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)
