@@ -119,11 +119,11 @@ class FullGroup:
         self.geometry = geometry
         # Hashes are kept apart by group.
         self._label = number.to_bytes(2, "big") if geometry.num_groups > 1 else b""
+        self._hashes_a_block = self.block_size // geometry.hash_size
 
     def key(self, sequence: PlainSequence, index: int) -> BlockHash:
         """What the prefix that ends with the block at an index is found by in this group."""
-        end = (index + 1) * self.block_size // self.geometry.hash_size
-        return self._label + sequence.hashes[end - 1]
+        return self._label + sequence.hashes[(index + 1) * self._hashes_a_block - 1]
 
     # What is out of reach
 
@@ -169,6 +169,8 @@ class FullGroup:
 
     def idle(self, hit: Sequence[int], start: int) -> int:
         """Hit blocks that lie in the free queue: adopting them takes them out of it."""
+        if not hit:
+            return 0
         references = self.pool.references
         return sum(1 for block in hit[self.skip(start) :] if block != NULL_BLOCK and references[block] == 0)
 
@@ -227,6 +229,17 @@ class FullGroup:
             if row is None:
                 break
             rows.append(row)
+        return self._aligned(rows)
+
+    def find_run(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
+        """As `find` for this group alone, without a call for each block: heads of queues are looked up every step."""
+        rows: list[Row | None] = []
+        index, each = self.pool.index, self._hashes_a_block
+        for block_hash in sequence.hashes[each - 1 : limit // self.block_size * each : each]:
+            blocks = index.get(self._label + block_hash if self._label else block_hash)
+            if blocks is None:
+                break
+            rows.append(blocks)
         return self._aligned(rows)
 
     def _aligned(self, rows: list[Row | None]) -> list[Row | None]:
@@ -322,17 +335,20 @@ class Kind:
 
     def find(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
         """What of the first ``limit`` tokens is hit."""
+        first = self._groups[0]
+        if self.is_full and len(self._groups) == 1:
+            return first.find_run(sequence, limit)
 
-        def cached(block: int) -> Row | None:
+        def cached(index: int) -> Row | None:
             row = []
             for group in self._groups:
-                found = group.pool.find(group.key(sequence, block))
-                if found is None:
+                block = group.pool.find(group.key(sequence, index))
+                if block is None:
                     return None
-                row.append(found)
+                row.append(block)
             return row
 
-        return self._groups[0].find(cached, limit)
+        return first.find(cached, limit)
 
 
 class PrefixHit(NamedTuple):
@@ -362,6 +378,9 @@ def find_prefix(kinds: Sequence[Kind], num_groups: int, sequence: PlainSequence)
     enough.
     """
     goal = sequence.num_tokens - 1
+    if num_groups == 1:
+        rows = kinds[0].find(sequence, goal)
+        return PrefixHit(len(rows) * kinds[0].block_size, [[row[0] if row else NULL_BLOCK for row in rows]])
     found: dict[Kind, list[Row | None]] = {}
     longest = 0
     while True:
@@ -373,11 +392,11 @@ def find_prefix(kinds: Sequence[Kind], num_groups: int, sequence: PlainSequence)
             current = min(current, len(found[kind]) * kind.block_size)
         is_settled = current == goal
         goal = current
-        if is_settled or num_groups == 1 or (len(kinds) == 2 and kinds[0].is_full):
+        if is_settled or (len(kinds) == 2 and kinds[0].is_full):
             break
     blocks: list[list[int]] = [[]] * num_groups
-    for kind, rows in found.items():
-        kept = rows[: -(-goal // kind.block_size)]
+    for kind, whole in found.items():
+        kept = whole[: -(-goal // kind.block_size)]
         for place, number in enumerate(kind.numbers):
             blocks[number] = [NULL_BLOCK if row is None else row[place] for row in kept]
-    return PrefixHit(goal, blocks, longest if longest > goal and num_groups > 1 else 0)
+    return PrefixHit(goal, blocks, longest if longest > goal else 0)
