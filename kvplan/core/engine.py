@@ -97,10 +97,32 @@ class SchedulerConfig:
         """Blocks that can hold tokens: all but the null block."""
         return self.num_gpu_blocks - 1
 
+    def most_blocks(self, group: GroupSpec, tokens: int) -> int:
+        """Blocks of a group that a sequence of so many tokens has at most.
+
+        Behind a window or chunk, tokens in flight keep theirs (v1/kv_cache_interface.py ``max_memory_usage_bytes``).
+        """
+        size = self.block_size_of(group)
+        blocks = -(-tokens // size)
+        drafts = self.speculative.num_drafts if self.speculative else 0
+        in_flight = self.queue_size * self.max_num_batched_tokens
+        if group.kind == "sliding":
+            reach = min(group.window - 1 + in_flight, self.max_model_len)
+            return min(blocks, -(-reach // size) + 1)
+        if group.kind == "chunked":
+            return min(blocks, -(-min(group.chunk + in_flight, self.max_model_len) // size))
+        if group.kind == "state":
+            return (min(blocks, 2) if group.mode == "align" else 1) + drafts
+        return blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens has at most, in all groups."""
+        return sum(self.most_blocks(group, tokens) for group in self.groups)
+
     @property
     def least_pool(self) -> int:
         """Blocks with which the engine starts: those of the longest sequence, and the null block."""
-        return 1 - (-self.max_model_len // self.block_size)
+        return 1 + self.blocks_for(self.max_model_len)
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -134,7 +156,7 @@ class SchedulerConfig:
                 where="--no-enable-chunked-prefill",
                 hint="raise --max-num-batched-tokens or lower --max-model-len",
             )
-        needed = -(-self.max_model_len // self.block_size)
+        needed = self.blocks_for(self.max_model_len)
         if needed > self.usable_blocks:
             raise DoesNotFit(
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
@@ -193,11 +215,11 @@ def why_stuck(
     if culprit in outgrown:
         tokens = culprit.final_tokens
         return (
-            f"request {name} can never finish: it needs {-(-tokens // config.block_size):,} blocks for {tokens:,} "
+            f"request {name} can never finish: it needs {config.blocks_for(tokens):,} blocks for {tokens:,} "
             f"tokens, the pool has {usable:,} usable; it outgrew them while alone and had to start over"
         )
     tokens = culprit.num_tokens
-    needed = -(-tokens // config.block_size)
+    needed = config.blocks_for(tokens)
     if needed <= usable:  # so it is the budget that is too small
         return (
             f"request {name} can never be admitted: without chunked prefill its {tokens:,} tokens need one step, "

@@ -590,7 +590,9 @@ class VllmPlain:
             self.running = [s for s in self.running if not s.is_gone]
         turn.free_blocks_end = self.pool.num_free
 
-    def _verify(self, turn: Turn[PlainSequence], sequence: PlainSequence, drafts: int, *, is_stale: bool) -> int:
+    def _verify(
+        self, turn: Turn[PlainSequence], sequence: PlainSequence, drafts: int, *, is_stale: bool
+    ) -> int:
         """How many drafts were accepted; those that were not are computed no more."""
         assert self.config.speculative is not None, "there are drafts"
         outputs = sequence.num_tokens - sequence.request.input_tokens
