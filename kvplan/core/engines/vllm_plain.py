@@ -39,7 +39,6 @@ from kvplan.core.engines.plain_pool import BlockPool
 from kvplan.core.engines.plain_states import RunningStateGroup, StateGroup, chunk_end
 from kvplan.core.request import Request
 
-
 #: A sequence's part of a batch: its tokens, how many of them are drafts, and whether it samples.
 Share = tuple[PlainSequence, int, int, bool]
 
