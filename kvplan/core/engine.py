@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
-from math import sqrt
+from math import lcm, sqrt
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.drafts import Drafting
@@ -43,6 +43,7 @@ _LONGEST_NAME = 60
 class GroupSpec(NamedTuple):
     """A group of layers that share a block table.
 
+    ``payload`` is how many of a block's slots are not padding (None: all); only the shares of memory depend on it.
     ``block_size`` is the group's own, None: as the engine's. ``window`` of a sliding group and ``chunk`` of a
     chunked-local one are tokens. Of a state group (Mamba, linear attention) ``mode`` says what is kept; ``checkpoint``
     is the alignment, in tokens, of a kernel that can store a state inside a step, None where it cannot.
@@ -54,6 +55,7 @@ class GroupSpec(NamedTuple):
     chunk: int = 0
     mode: StateMode = "none"
     checkpoint: int | None = None
+    payload: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
     ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
-    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool.
+    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool. ``slots_a_block`` is in
+    what slots are counted where groups have unequal blocks or padding: any unit of memory in which all of them are
+    whole numbers; None: the least that does.
     """
 
     num_gpu_blocks: int
@@ -81,6 +85,14 @@ class SchedulerConfig:
     async_scheduling: bool = False
     pipeline_parallel_size: int = 1
     speculative: Drafting | None = None
+    slots_a_block: int | None = None
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block, as they are counted."""
+        if self.slots_a_block is not None:
+            return self.slots_a_block
+        return lcm(*(self.block_size_of(group) for group in self.groups if group.kind != "state"))
 
     @property
     def queue_size(self) -> int:
@@ -290,7 +302,8 @@ class Turn(Generic[S]):
     ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
     blocks without KV), ``reserved_slots`` (those of them that their owner will fill) and ``hole_slots`` (free slots,
     while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
-    finished were freed.
+    finished were freed. With several groups ``group_blocks`` has the blocks in use by each; ``behind_slots``, which are
+    among the empty ones, have KV that no token to come attends to.
 
     ``new_blocks`` has, for each sequence whose block table changed, the blocks that it gained. With several groups
     ``new_tables`` has all its tables instead.
@@ -310,6 +323,7 @@ class Turn(Generic[S]):
     __slots__ = (
         "accepted_drafts",
         "admitted",
+        "behind_slots",
         "cached_blocks",
         "decoders",
         "drafts",
@@ -320,6 +334,7 @@ class Turn(Generic[S]):
         "finished",
         "free_blocks",
         "free_blocks_end",
+        "group_blocks",
         "hole_slots",
         "interrupted",
         "keeps_going",
@@ -378,6 +393,8 @@ class Turn(Generic[S]):
         self.shared_blocks = 0
         self.empty_slots = 0
         self.reserved_slots = 0
+        self.behind_slots = 0
+        self.group_blocks: Seq[int] = ()
         self.hole_slots = 0
 
     @property
@@ -411,6 +428,8 @@ class DecodeRun(Generic[S]):
     finished: Seq[S]
     free_blocks_end: int
     hole_slots: int = 0
+    behind_slots: int = 0
+    group_blocks: Seq[int] = ()
 
     @property
     def first_work(self) -> StepWork:

@@ -157,6 +157,7 @@ class Watched(VllmPlain):
         self.check_queue(turn, order)
         self.check_pool()
         self.check_sequences()
+        self.check_slots(turn)
 
     def settle(self, turn: Turn) -> None:
         super().settle(turn)
@@ -260,6 +261,40 @@ class Watched(VllmPlain):
             for group, table in zip(self.groups, sequence.tables, strict=True):
                 self.check_table(sequence, group, table.blocks)
 
+    def check_slots(self, turn: Turn) -> None:
+        """Each slot of each block in use by itself: whether it has KV that some user attends to, or will have."""
+        tokens = reserved = behind = 0
+        for number, group in enumerate(self.groups):
+            users: dict[tuple[int, int], list[PlainSequence]] = {}
+            for sequence in self.running:
+                for index, block in enumerate(sequence.tables[number].blocks):
+                    if block != NULL_BLOCK:
+                        users.setdefault((block, index), []).append(sequence)
+            assert len({block for block, _ in users}) == group.in_use
+            assert not turn.group_blocks or turn.group_blocks[number] == group.in_use
+            size = group.block_size
+            for (_, index), sequences in users.items():
+                places = range(index * size, (index + 1) * size)
+                if group.spec.kind == "state":
+                    is_there = any(index * size < s.computed for s in sequences)
+                    will_be = any(index * size < s.final_tokens for s in sequences)
+                    tokens += is_there * group.payload
+                    reserved += (will_be and not is_there) * group.payload
+                    continue
+                slot = group.payload // size
+                for place in places:
+                    has_kv = any(place < s.computed for s in sequences)
+                    in_reach = any(
+                        group.out_of_reach(s.computed - s.in_flight) <= place < s.computed for s in sequences
+                    )
+                    tokens += in_reach * slot
+                    behind += (has_kv and not in_reach) * slot
+                    will_be = any(s.computed <= place < s.final_tokens for s in sequences)
+                    reserved += (will_be and not has_kv) * slot
+        used = self.config.usable_blocks - turn.free_blocks
+        found = (used * self.config.block_slots - turn.empty_slots, turn.reserved_slots, turn.behind_slots)
+        assert found == (tokens, reserved, behind)
+
     def check_table(self, sequence: PlainSequence, group: FullGroup, blocks: list[int]) -> None:
         held = [block for block in blocks if block != NULL_BLOCK]
         assert len(set(held)) == len(held)
@@ -307,6 +342,7 @@ def play(
     metrics = Metrics(
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
+        cache=config,
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=Fraction(1, 8),
         on_request=ended.append,

@@ -6,7 +6,7 @@ Rules: vllm/v1/core/single_type_kv_cache_manager.py and kv_cache_coordinator.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvplan.core.content import BlockHash
@@ -119,6 +119,9 @@ class FullGroup:
         self.geometry = geometry
         # Hashes are kept apart by group.
         self._label = number.to_bytes(2, "big") if geometry.num_groups > 1 else b""
+        #: Blocks in use, those that several sequences use once.
+        self.in_use = 0
+        self.payload = config.block_slots if spec.payload is None else spec.payload
         self._hashes_a_block = self.block_size // geometry.hash_size
 
     def key(self, sequence: PlainSequence, index: int) -> BlockHash:
@@ -143,7 +146,7 @@ class FullGroup:
             first -= 1
         if first == out:
             return False
-        self.pool.release(table.blocks[first:out])
+        self.in_use -= self.pool.release(table.blocks[first:out])
         table.blocks[first:out] = [NULL_BLOCK] * (out - first)
         return True
 
@@ -185,7 +188,7 @@ class FullGroup:
         out = min(self.skip(start), len(hit))
         table.blocks = [NULL_BLOCK] * out + list(hit[out:])
         table.cached = len(hit)
-        self.pool.hold([block for block in hit[out:] if block != NULL_BLOCK])
+        self.in_use += self.pool.hold([block for block in hit[out:] if block != NULL_BLOCK])
 
     def take(self, table: Table, span: Span, evicted: list[int]) -> list[int]:
         """Add the blocks that a span lacks to the table; returns them."""
@@ -193,12 +196,26 @@ class FullGroup:
         if lacking <= 0:
             return []
         taken = self.pool.take(lacking, evicted)
+        self.in_use += lacking
         table.blocks += taken
         return taken
 
     def release(self, table: Table) -> None:
         """Free a whole table, last block first."""
-        self.pool.release([block for block in table.blocks if block != NULL_BLOCK])
+        self.in_use -= self.pool.release([block for block in table.blocks if block != NULL_BLOCK])
+
+    # What of it holds tokens
+
+    def unfilled(self, sequence: PlainSequence, table: Table) -> tuple[int, int]:
+        """Slots of a table behind the last token with KV, and those of them that its tokens will fill."""
+        slots = self.payload // self.block_size
+        end = len(table.blocks) * self.block_size
+        reserved = max(0, min(end, sequence.final_tokens) - sequence.computed)
+        return (end - sequence.computed) * slots, reserved * slots
+
+    def behind(self, sequences: Iterable[PlainSequence], number: int) -> int:
+        """Slots in the tables of all who run whose tokens none of their users attends to any more."""
+        return 0
 
     # What is cached
 
@@ -248,10 +265,36 @@ class FullGroup:
         return rows
 
 
-class SlidingGroup(FullGroup):
-    """Sliding-window attention: a token attends to the ``window`` tokens up to itself."""
+class LocalGroup(FullGroup):
+    """What windows and chunks have in common: tokens get out of reach."""
 
     drops = True
+
+    def behind(self, sequences: Iterable[PlainSequence], number: int) -> int:
+        """Slots of blocks that are partly out of reach, or wholly and not yet freed.
+
+        Tokens in flight still attend to theirs. Of a shared block counts what is out of reach for each of its users.
+        """
+        size, references = self.block_size, self.pool.references
+        total = 0
+        shared: dict[int, list[int]] = {}
+        for sequence in sequences:
+            blocks = sequence.tables[number].blocks
+            reach = self.out_of_reach(sequence.computed - sequence.in_flight)
+            index = min(-(-reach // size), len(blocks)) - 1
+            while index >= 0 and blocks[index] != NULL_BLOCK:
+                out = min(reach - index * size, size)
+                if references[blocks[index]] == 1:
+                    total += out
+                else:
+                    shared.setdefault(blocks[index], []).append(out)
+                index -= 1
+        total += sum(min(outs) for block, outs in shared.items() if len(outs) == references[block])
+        return total * (self.payload // size)
+
+
+class SlidingGroup(LocalGroup):
+    """Sliding-window attention: a token attends to the ``window`` tokens up to itself."""
 
     @property
     def _run(self) -> int:
@@ -298,10 +341,8 @@ class SlidingGroup(FullGroup):
         return self._aligned(rows[:run])
 
 
-class ChunkedGroup(FullGroup):
+class ChunkedGroup(LocalGroup):
     """Chunked-local attention: a token attends to the tokens of its own chunk of ``chunk`` tokens."""
-
-    drops = True
 
     def out_of_reach(self, computed: int) -> int:
         """Tokens before the chunk of the next token."""

@@ -556,13 +556,29 @@ class VllmPlain:
         self._count_slots(turn)
 
     def _count_slots(self, turn: Turn[PlainSequence]) -> None:
-        """Count slots without KV, all in the last block of each table, and those to be filled yet."""
-        block_size = self.config.block_size
+        """Count slots without KV that anybody will read, and those to be filled yet.
+
+        Those are in the last blocks of each table and, behind a window, in its first; the rest is padding.
+        """
+        if self._fills_blocks:
+            block_size = self.config.block_size
+            for sequence in self.running:
+                empty = -sequence.computed % block_size
+                if empty:
+                    turn.empty_slots += empty
+                    turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+            return
         for sequence in self.running:
-            empty = -sequence.computed % block_size
-            if empty:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                empty, reserved = group.unfilled(sequence, table)
                 turn.empty_slots += empty
-                turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+                turn.reserved_slots += reserved
+        for number, group in enumerate(self.groups):
+            behind = group.behind(self.running, number)
+            turn.behind_slots += behind
+            turn.empty_slots += behind + group.in_use * (self.config.block_slots - group.payload)
+        if len(self.groups) > 1:
+            turn.group_blocks = [group.in_use for group in self.groups]
 
     # Processing a batch
 
