@@ -269,9 +269,12 @@ class _Loop:
         """Turn after turn, to the end."""
         engine, metrics, observe, clients = self._engine, self._metrics, self._observe, self._clients
         while True:
-            arrived, rejected = self._take_arrivals()
             now = self._now
+            arrived: list[Request] = []
+            rejected: list[Request] = []
             aborted: list[str] = []
+            if clients.upcoming is not None and clients.due <= now:
+                self._take_arrivals(arrived, rejected)
             if self._aborts:
                 aborted, known = self._aborts.before_turn(now)
                 for row in self._abort(known, now):
@@ -297,10 +300,8 @@ class _Loop:
             if clients.upcoming is None and (is_dead or engine.is_livelocked) and self._next_event() is None:
                 return Outcome("stuck", engine.why_stuck())
 
-    def _take_arrivals(self) -> tuple[list[Request], list[Request]]:
-        """Add those who have arrived; returns them and those who were turned away."""
-        arrived: list[Request] = []
-        rejected: list[Request] = []
+    def _take_arrivals(self, arrived: list[Request], rejected: list[Request]) -> None:
+        """Add those who have arrived; notes them and those who were turned away."""
         clients = self._clients
         while (request := clients.upcoming) is not None and clients.due <= self._now:
             reason = self._engine.refusal(request)
@@ -314,7 +315,6 @@ class _Loop:
             else:
                 rejected.append(request)
                 clients.ended(1, self._now)
-        return arrived, rejected
 
     def _abort(self, names: list[str], tick: int) -> list[Live]:
         """Have the engine let go of requests whose clients are gone; returns how far each got."""
