@@ -226,42 +226,80 @@ def _ps(seconds: float) -> int:
     return round(seconds * PICOSECONDS)
 
 
+class _Parts(NamedTuple):
+    """Seconds of what depends on the number of tokens alone, by the constant that they are owed to."""
+
+    weights_bandwidth_share: float = 0.0
+    gemm_flops_share: float = 0.0
+    kv_bandwidth_share: float = 0.0
+    link_bandwidth_share: float = 0.0
+    all_reduce_s: float = 0.0
+    kernel_s: float = 0.0
+
+
 class _StageTime:
-    """The time of one stage."""
+    """The time of one stage. Attributes that end in ``_ps`` and ``_s`` are coefficients of a token, unless said."""
 
     def __init__(
         self, shape: StageShape, rates: GpuRates, constants: StepConstants, settings: Settings
     ) -> None:
         self.shape, self.rates, self.constants, self.settings = shape, rates, constants, settings
-        self._tokens: dict[int, int] = {}
-        self._heads: dict[int, int] = {}
+        self._by_tokens: dict[int, int] = {}
+        self._by_sampled: dict[int, int] = {}
+        # Of a step: the least that launches take, and what kernels take beside their bytes and FLOPs.
         self._launch_ps = _ps(shape.kernels * constants.launch_kernel_s)
-        self._windows: list[tuple[int, int]] = []
-        self._context_ps = 0
-        self._state_ps = 0
+        self._kernels_s = shape.kernels * constants.kernel_s
+        self._set_products()
+        self._set_attention()
+
+    def _set_products(self) -> None:
+        """Coefficients of matrix products: seconds to read them, and to multiply one token."""
+        shape, rates, constants = self.shape, self.rates, self.constants
+        bandwidth = rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share
+
+        def computing(flops: int, flops_8bit: int) -> float:
+            return (flops / rates.flops_16bit + flops_8bit / rates.flops_8bit) / constants.gemm_flops_share
+
+        def coefficients(matrices: Matrices) -> tuple[float, float]:
+            return matrices.read_bytes / bandwidth, computing(matrices.flops, matrices.flops_8bit)
+
+        self._dense, self._head = coefficients(shape.dense), coefficients(shape.head)
+        self._experts = [
+            (
+                one,
+                one.read_bytes / bandwidth,
+                one.replicas * one.used * one.local / one.total * computing(one.flops, one.flops_8bit),
+            )
+            for one in shape.experts
+        ]
+        self._moved_s = shape.activation_bytes / bandwidth
+
+    def _set_attention(self) -> None:
+        """Coefficients of attention, of all kinds together as far as they have no window."""
+        rates, constants = self.rates, self.constants
         bandwidth = rates.bandwidth_bytes_per_s * constants.kv_bandwidth_share
         flops = rates.flops_16bit * constants.attention_flops_share
-        windows: dict[int, int] = {}
+        self._context_ps = self._sequence_ps = self._chunk_token_ps = 0
+        self._written_s = 0.0
+        #: Picoseconds of a token that a chunk reads and of a pair in it, and the window, of each kind.
         self._kinds: list[tuple[int, int, int | None]] = []
-        self._chunk_token_ps = 0
-        for kind in shape.attention:
-            read = _ps(kind.context_bytes / bandwidth)
-            pair = _ps(kind.pair_flops / flops)
+        windows: dict[int, int] = {}
+        for kind in self.shape.attention:
+            read, pair = _ps(kind.context_bytes / bandwidth), _ps(kind.pair_flops / flops)
             self._kinds.append((read, _ps(kind.chunk_pair_flops / flops), kind.window))
             if kind.window is None:
                 self._context_ps += max(read, pair)
             else:
                 windows[kind.window] = windows.get(kind.window, 0) + max(read, pair)
             self._chunk_token_ps += _ps(_CHUNK_MOVES * kind.chunk_token_bytes / bandwidth)
-            self._state_ps += _ps(2 * kind.sequence_bytes / bandwidth)
+            self._sequence_ps += _ps(2 * kind.sequence_bytes / bandwidth)
+            self._written_s += kind.context_bytes / bandwidth
         self._windows = sorted(windows.items())
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
         """As `LatencyModel.decode`, of this stage alone."""
-        ps = self._tokens.get(sequences)
-        if ps is None:
-            ps = self._tokens_ps(sequences)
-        ps += self._head_ps(sequences) + sequences * self._state_ps + self._context_ps * context
+        ps = self._tokens_ps(sequences) + self._head_ps(sequences)
+        ps += sequences * self._sequence_ps + self._context_ps * context
         growth, valid = self._context_ps * sequences, _FOREVER
         for size, coefficient in self._windows:
             room = sequences * size - context
@@ -282,7 +320,7 @@ class _StageTime:
             return self.decode(decodes, work.decode_context)[0] if decodes else 0
         tokens, sequences = decodes, decodes + len(chunks)
         chunk_tokens = 0
-        ps = self._context_ps * work.decode_context + sequences * self._state_ps
+        ps = self._context_ps * work.decode_context + sequences * self._sequence_ps
         for size, coefficient in self._windows:
             ps += coefficient * min(work.decode_context, decodes * size)
         for before, count in chunks:
@@ -291,71 +329,56 @@ class _StageTime:
                 ps += max(read * _read(before, count, window), pair * _pairs(before, count, window))
         ps += self._chunk_token_ps * chunk_tokens
         tokens += chunk_tokens
-        known = self._tokens.get(tokens)
-        ps += self._tokens_ps(tokens) if known is None else known
-        ps += self._head_ps(work.sampled)
+        ps += self._tokens_ps(tokens) + self._head_ps(work.sampled)
         return max(ps, self._launch_ps)
 
     def _tokens_ps(self, tokens: int) -> int:
-        """What depends on the number of tokens in the step alone: matrix products, all-reduces, layers."""
-        found = self._tokens[tokens] = _ps(sum(self._token_terms(tokens).values()))
+        found = self._by_tokens.get(tokens)
+        if found is None:
+            found = self._by_tokens[tokens] = _ps(sum(self._token_parts(tokens)))
         return found
 
     def _head_ps(self, sampled: int) -> int:
-        found = self._heads.get(sampled)
+        found = self._by_sampled.get(sampled)
         if found is None:
-            found = self._heads[sampled] = _ps(sum(self._head_terms(sampled).values()))
+            found = self._by_sampled[sampled] = _ps(sum(self._head_parts(sampled)))
         return found
 
-    def _token_terms(self, tokens: int) -> Terms:
-        shape, rates, constants = self.shape, self.rates, self.constants
-        found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
-        found["kernel_s"] = shape.kernels * constants.kernel_s
-        self._add_product(found, shape.dense.read_bytes, tokens, shape.dense)
-        for experts in shape.experts:
-            read = experts.read_bytes * experts.distinct(tokens)
-            uses = tokens * experts.replicas * experts.used * experts.local / experts.total
-            self._add_product(found, read, uses, Matrices(0, experts.flops, experts.flops_8bit))
-        moved = tokens * shape.activation_bytes
-        found["weights_bandwidth_share"] += moved / (
-            rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share
+    def _token_parts(self, tokens: int) -> _Parts:
+        """Of a step of so many tokens: matrix products, what is moved between them and sent, kernels."""
+        read, token = self._dense
+        reading, computing = _product(read, tokens * token)
+        for experts, read, token in self._experts:
+            more, computed = _product(read * experts.distinct(tokens), tokens * token)
+            reading += more
+            computing += computed
+        sent, rounds = self._sending(tokens)
+        return _Parts(
+            reading + tokens * self._moved_s,
+            computing,
+            tokens * self._written_s,
+            sent,
+            rounds,
+            self._kernels_s,
         )
-        written = tokens * sum(kind.context_bytes for kind in shape.attention)
-        found["kv_bandwidth_share"] += written / (rates.bandwidth_bytes_per_s * constants.kv_bandwidth_share)
-        self._add_sending(found, tokens)
-        return found
 
-    def _head_terms(self, sampled: int) -> Terms:
-        found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
-        if sampled:
-            self._add_product(found, self.shape.head.read_bytes, sampled, self.shape.head)
-        return found
+    def _head_parts(self, sampled: int) -> _Parts:
+        read, token = self._head
+        return _Parts(*_product(read, sampled * token)) if sampled else _Parts()
 
-    def _add_product(self, found: Terms, read: float, uses: float, matrices: Matrices) -> None:
-        """Add the time of matrix products: the root of the squares of reading and computing.
-
-        Neither of the two hides the other where both take about as long.
-        """
-        rates, constants = self.rates, self.constants
-        reading = read / (rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share)
-        full = matrices.flops / rates.flops_16bit + matrices.flops_8bit / rates.flops_8bit
-        computing = uses * full / constants.gemm_flops_share
-        both = sqrt(reading * reading + computing * computing)
-        if both:
-            found["weights_bandwidth_share"] += reading * reading / both
-            found["gemm_flops_share"] += computing * computing / both
-
-    def _add_sending(self, found: Terms, tokens: int) -> None:
-        link, constants = self.rates.link, self.constants
-        share = constants.link_bandwidth_share
+    def _sending(self, tokens: int) -> tuple[float, float]:
+        """Seconds of bytes that are sent, and of rounds: all-reduces, and what goes to the next stage."""
+        link, round_s = self.rates.link, self.constants.all_reduce_s
+        share = self.constants.link_bandwidth_share
+        sent = rounds = 0.0
         for reduction in self.shape.reductions:
-            message = tokens * reduction.token_bytes
-            way = all_reduce(message, reduction.ranks, link, constants.all_reduce_s, share)
-            found["all_reduce_s"] += reduction.number * way.rounds * constants.all_reduce_s
-            found["link_bandwidth_share"] += reduction.number * way.sent_bytes / (link.bytes_per_s * share)
+            way = all_reduce(tokens * reduction.token_bytes, reduction.ranks, link, round_s, share)
+            rounds += reduction.number * way.rounds * round_s
+            sent += reduction.number * way.sent_bytes / (link.bytes_per_s * share)
         if self.shape.sent_bytes:
-            found["all_reduce_s"] += constants.all_reduce_s
-            found["link_bandwidth_share"] += tokens * self.shape.sent_bytes / (link.bytes_per_s * share)
+            rounds += round_s
+            sent += tokens * self.shape.sent_bytes / (link.bytes_per_s * share)
+        return sent, rounds
 
     def terms(self, work: StepWork) -> Terms:
         """As `LatencyModel.terms`, of this stage alone."""
@@ -363,9 +386,11 @@ class _StageTime:
         found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
         if not tokens:
             return found
-        for part in (self._token_terms(tokens), self._head_terms(work.sampled), self._attention_terms(work)):
-            for name, value in part.items():
-                found[name] += value
+        parts = self._token_parts(tokens), self._head_parts(work.sampled)
+        for name in CONSTANT_NAMES:
+            found[name] += sum(getattr(part, name, 0.0) for part in parts)
+        for name, value in self._attention_terms(work).items():
+            found[name] += value
         replayed = not work.chunks and work.decodes <= self.settings.graph_tokens
         launching = self.shape.kernels * self.constants.launch_kernel_s
         if not replayed and launching > sum(found.values()):
@@ -396,6 +421,15 @@ class _StageTime:
                 else:
                     found["attention_flops_share"] += computing
         return found
+
+
+def _product(reading: float, computing: float) -> tuple[float, float]:
+    """What of matrix products is owed to reading and to computing: in all the root of the squares.
+
+    Neither of the two hides the other where both take about as long.
+    """
+    both = sqrt(reading * reading + computing * computing)
+    return (reading * reading / both, computing * computing / both) if both else (0.0, 0.0)
 
 
 def _read(before: int, count: int, window: int | None) -> int:
