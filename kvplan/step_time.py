@@ -27,6 +27,7 @@ from kvplan.core.kv_cache import (
     LatentAttention,
     LatentWindow,
     SlidingWindow,
+    SparseIndexer,
     kv_heads_per_rank,
 )
 from kvplan.core.step_constants import (
@@ -229,6 +230,8 @@ def _layer_attention(served: Served, item: LayerCache) -> Attention:
         pair = 2 * heads * (2 * cache.kv_lora_rank + cache.qk_rope_head_dim)
         chunk_pair = 2 * heads * (2 * spec.head_dim - cache.qk_rope_head_dim)
         own = heads * (4 * spec.head_dim - 2 * cache.qk_rope_head_dim) * element
+        # An indexer picks the tokens, for layers that have none of their own too.
+        window = next((one.topk for one, _ in spec.attention if isinstance(one, SparseIndexer)), None)
     elif isinstance(cache, FullAttention | SlidingWindow | ChunkedLocal):
         pair = chunk_pair = 2 * heads * (cache.head_dim + cache.value_size)
         kept = kv_heads_per_rank(cache.num_kv_heads, form.tensor_parallel_size)

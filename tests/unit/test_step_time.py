@@ -93,6 +93,14 @@ def test_latent_attention_decodes_with_the_latent_and_expands_it_for_prompts() -
     assert shape.experts[0][:3] == (256, 256, 8)
 
 
+def test_an_indexer_has_all_its_keys_read_and_some_of_the_latents() -> None:
+    (shape,) = stage_shapes(served("deepseek-v3.2", tensor_parallel_size=8))
+    found = {kind.window: kind.context_bytes for kind in shape.attention}
+    # 128 fp8 numbers and a scale; of latents, which are packed on this GPU, at most 2,048.
+    assert found[None] == 61 * 132
+    assert set(found) == {None, 2048}
+
+
 def test_windows_and_states_are_kinds_of_their_own() -> None:
     (shape,) = stage_shapes(served("gemma-3-27b"))
     assert {kind.window for kind in shape.attention} == {None, 1024}
