@@ -91,7 +91,7 @@ def mooncake_like() -> Lines:
 TIGHT = {"num_gpu_blocks_override": 4_096, "max_model_len": 4_096}
 ROOMY = {"num_gpu_blocks_override": 20_000, "max_model_len": 4_096}
 LARGE = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "num_gpu_blocks_override": 100_000}
-#: Name, trace, its lines, options. Those without a pool run on the default model and GPU, priced by the model of step times.
+#: Name, trace, its lines, options. Those without a pool run on the default model and GPU, with estimated times.
 RUNS: list[tuple[str, Callable[[], Lines], int, dict[str, object]]] = [
     ("10,000 drawn, caching off", drawn, 10_000, {**ROOMY, "enable_prefix_caching": False}),
     ("10,000 drawn", drawn, 10_000, ROOMY),

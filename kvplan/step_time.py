@@ -7,17 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.config import load_gpu
 from kvplan.core.communication import Link
-from kvplan.core.cost import (
-    Attention,
-    Experts,
-    Flops,
-    GpuRates,
-    LatencyModel,
-    Matrices,
-    Reductions,
-    Settings,
-    StageShape,
-)
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
@@ -40,6 +30,7 @@ from kvplan.core.step_constants import (
     shipped_constants,
     vllm_generation,
 )
+from kvplan.core.step_shape import Attention, Experts, Flops, GpuRates, Matrices, Reductions, StageShape
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.core.weights import DTYPE_BYTES, RankPart, Ranks, Stage, ceil_div
 from kvplan.errors import InputError

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvplan.config import list_gpus, load_gpu, load_model
-from kvplan.core.cost import Attention, Experts, Matrices, Reductions
 from kvplan.core.engine import StepWork
 from kvplan.core.step_constants import (
     CONSTANT_NAMES,
@@ -17,6 +16,7 @@ from kvplan.core.step_constants import (
     launched_eagerly,
     vllm_generation,
 )
+from kvplan.core.step_shape import Attention, Experts, Matrices, Reductions
 from kvplan.errors import InputError
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, serve
