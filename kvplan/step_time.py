@@ -11,11 +11,11 @@ from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
+    WINDOWS,
     ChunkedLocal,
     CrossAttention,
     FullAttention,
     LatentAttention,
-    LatentWindow,
     SlidingWindow,
     SparseIndexer,
     kv_heads_per_rank,
@@ -228,7 +228,7 @@ def _layer_attention(served: Served, item: LayerCache) -> Attention:
         kept = kv_heads_per_rank(cache.num_kv_heads, form.tensor_parallel_size)
         own = (heads + kept) * (cache.head_dim + cache.value_size) * element
         window = cache.chunk if isinstance(cache, ChunkedLocal) else cache.window
-    elif isinstance(cache, LatentWindow):
+    elif isinstance(cache, WINDOWS):
         window = cache.window
     grown = cache.payload_bytes(min(span, window or span), form)
     return Attention(grown // min(span, window or span), pair, chunk_pair, own, window)
