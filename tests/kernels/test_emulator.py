@@ -10,7 +10,14 @@ import numpy as np
 import pytest
 
 from kvplan.kernels.emulation import build
-from kvplan.kernels.emulation.build import BuildFailed, NoCompiler, Sanitizer, Source, executable
+from kvplan.kernels.emulation.build import (
+    BuildFailed,
+    NoCompiler,
+    Sanitizer,
+    Source,
+    executable,
+    find_compiler,
+)
 from kvplan.kernels.emulation.emulate import Launch, Order, Outcome, run
 
 pytestmark = pytest.mark.usefixtures("compiler")
@@ -420,6 +427,19 @@ def test_no_compiler_is_said_with_what_mends_it(monkeypatch: pytest.MonkeyPatch,
     finally:
         monkeypatch.undo()
         build.find_compiler.cache_clear()
+
+
+def test_fibers_without_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What machines get for which there is no switch of stacks of our own."""
+    command = " ".join(find_compiler().command)
+    monkeypatch.setenv("CXX", f"{command} -DKV_UCONTEXT")
+    find_compiler.cache_clear()
+    try:
+        given = shared().outputs["out"].reshape(4, 64)
+    finally:
+        find_compiler.cache_clear()
+    words = np.arange(256).reshape(4, 64)
+    assert np.array_equal(given, words[:, ::-1] + (words ^ 1))
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -42,7 +42,9 @@
 
 // ---- Fibers: a stack and where it stopped -------------------------------------------------------------------------
 
-#if defined(__x86_64__)
+#if defined(KV_UCONTEXT)
+#include <ucontext.h>
+#elif defined(__x86_64__)
 // System V: what a call must keep, pushed; the rest is lost at a call anyway.
 asm(R"(
 .text
