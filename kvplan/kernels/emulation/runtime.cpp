@@ -612,7 +612,7 @@ void run_launch(unsigned number) {
   turn_order.resize(num_threads);
 #ifdef KV_SANITIZER_THREAD
   // Nothing orders blocks, so each has its own shared memory, and neighbours have other threads.
-  const size_t num_sets = std::max<size_t>(1, std::min<size_t>(num_blocks, 1024 / num_threads));
+  const size_t num_sets = std::max<size_t>(1, std::min<size_t>(num_blocks, 512 / num_threads));
   const size_t num_shared = num_blocks;
 #else
   const size_t num_sets = 1, num_shared = 1;
