@@ -914,8 +914,9 @@ void read_launch(Launch& read) {
   read.arguments.resize(read_number());
   read_all(read.arguments.data(), read.arguments.size());
   for (uint64_t left = read_number(); left > 0; --left) {
-    const uint64_t at = read_number(), buffer = read_number();
-    memcpy(&read.arguments[at], &buffers[buffer].data, sizeof(char*));
+    const uint64_t at = read_number(), buffer = read_number(), back = read_number();
+    const uint64_t address = reinterpret_cast<uint64_t>(buffers[buffer].data) - back;
+    memcpy(&read.arguments[at], &address, sizeof address);
   }
 }
 
