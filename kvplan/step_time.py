@@ -7,26 +7,17 @@ from typing import TYPE_CHECKING
 
 from kvplan.config import load_gpu
 from kvplan.core.communication import Link
-from kvplan.core.cost import (
-    Attention,
-    Experts,
-    Flops,
-    GpuRates,
-    LatencyModel,
-    Matrices,
-    Reductions,
-    Settings,
-    StageShape,
-)
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
+    WINDOWS,
     ChunkedLocal,
     CrossAttention,
     FullAttention,
     LatentAttention,
-    LatentWindow,
     SlidingWindow,
+    SparseIndexer,
     kv_heads_per_rank,
 )
 from kvplan.core.step_constants import (
@@ -39,6 +30,7 @@ from kvplan.core.step_constants import (
     shipped_constants,
     vllm_generation,
 )
+from kvplan.core.step_shape import Attention, Experts, Flops, GpuRates, Matrices, Reductions, StageShape
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.core.weights import DTYPE_BYTES, RankPart, Ranks, Stage, ceil_div
 from kvplan.errors import InputError
@@ -229,12 +221,14 @@ def _layer_attention(served: Served, item: LayerCache) -> Attention:
         pair = 2 * heads * (2 * cache.kv_lora_rank + cache.qk_rope_head_dim)
         chunk_pair = 2 * heads * (2 * spec.head_dim - cache.qk_rope_head_dim)
         own = heads * (4 * spec.head_dim - 2 * cache.qk_rope_head_dim) * element
+        # An indexer picks the tokens, for layers that have none of their own too.
+        window = next((one.topk for one, _ in spec.attention if isinstance(one, SparseIndexer)), None)
     elif isinstance(cache, FullAttention | SlidingWindow | ChunkedLocal):
         pair = chunk_pair = 2 * heads * (cache.head_dim + cache.value_size)
         kept = kv_heads_per_rank(cache.num_kv_heads, form.tensor_parallel_size)
         own = (heads + kept) * (cache.head_dim + cache.value_size) * element
         window = cache.chunk if isinstance(cache, ChunkedLocal) else cache.window
-    elif isinstance(cache, LatentWindow):
+    elif isinstance(cache, WINDOWS):
         window = cache.window
     grown = cache.payload_bytes(min(span, window or span), form)
     return Attention(grown // min(span, window or span), pair, chunk_pair, own, window)

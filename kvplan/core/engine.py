@@ -21,7 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
-from math import sqrt
+from math import lcm, sqrt
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.drafts import Drafting
@@ -43,6 +43,7 @@ _LONGEST_NAME = 60
 class GroupSpec(NamedTuple):
     """A group of layers that share a block table.
 
+    ``payload`` is how many of a block's slots are not padding (None: all); only the shares of memory depend on it.
     ``block_size`` is the group's own, None: as the engine's. ``window`` of a sliding group and ``chunk`` of a
     chunked-local one are tokens. Of a state group (Mamba, linear attention) ``mode`` says what is kept; ``checkpoint``
     is the alignment, in tokens, of a kernel that can store a state inside a step, None where it cannot.
@@ -54,6 +55,7 @@ class GroupSpec(NamedTuple):
     chunk: int = 0
     mode: StateMode = "none"
     checkpoint: int | None = None
+    payload: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,9 @@ class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
     ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
-    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool.
+    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool. ``slots_a_block`` is in
+    what slots are counted where groups have unequal blocks or padding: any unit of memory in which all of them are
+    whole numbers; None: the least that does.
     """
 
     num_gpu_blocks: int
@@ -81,6 +85,14 @@ class SchedulerConfig:
     async_scheduling: bool = False
     pipeline_parallel_size: int = 1
     speculative: Drafting | None = None
+    slots_a_block: int | None = None
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block, as they are counted."""
+        if self.slots_a_block is not None:
+            return self.slots_a_block
+        return lcm(*(self.block_size_of(group) for group in self.groups if group.kind != "state"))
 
     @property
     def queue_size(self) -> int:
@@ -97,10 +109,32 @@ class SchedulerConfig:
         """Blocks that can hold tokens: all but the null block."""
         return self.num_gpu_blocks - 1
 
+    def most_blocks(self, group: GroupSpec, tokens: int) -> int:
+        """Blocks of a group that a sequence of so many tokens has at most.
+
+        Behind a window or chunk, tokens in flight keep theirs (v1/kv_cache_interface.py ``max_memory_usage_bytes``).
+        """
+        size = self.block_size_of(group)
+        blocks = -(-tokens // size)
+        drafts = self.speculative.num_drafts if self.speculative else 0
+        in_flight = self.queue_size * self.max_num_batched_tokens
+        if group.kind == "sliding":
+            reach = min(group.window - 1 + in_flight, self.max_model_len)
+            return min(blocks, -(-reach // size) + 1)
+        if group.kind == "chunked":
+            return min(blocks, -(-min(group.chunk + in_flight, self.max_model_len) // size))
+        if group.kind == "state":
+            return (min(blocks, 2) if group.mode == "align" else 1) + drafts
+        return blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens has at most, in all groups."""
+        return sum(self.most_blocks(group, tokens) for group in self.groups)
+
     @property
     def least_pool(self) -> int:
         """Blocks with which the engine starts: those of the longest sequence, and the null block."""
-        return 1 - (-self.max_model_len // self.block_size)
+        return 1 + self.blocks_for(self.max_model_len)
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -134,7 +168,7 @@ class SchedulerConfig:
                 where="--no-enable-chunked-prefill",
                 hint="raise --max-num-batched-tokens or lower --max-model-len",
             )
-        needed = -(-self.max_model_len // self.block_size)
+        needed = self.blocks_for(self.max_model_len)
         if needed > self.usable_blocks:
             raise DoesNotFit(
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
@@ -193,11 +227,11 @@ def why_stuck(
     if culprit in outgrown:
         tokens = culprit.final_tokens
         return (
-            f"request {name} can never finish: it needs {-(-tokens // config.block_size):,} blocks for {tokens:,} "
+            f"request {name} can never finish: it needs {config.blocks_for(tokens):,} blocks for {tokens:,} "
             f"tokens, the pool has {usable:,} usable; it outgrew them while alone and had to start over"
         )
     tokens = culprit.num_tokens
-    needed = -(-tokens // config.block_size)
+    needed = config.blocks_for(tokens)
     if needed <= usable:  # so it is the budget that is too small
         return (
             f"request {name} can never be admitted: without chunked prefill its {tokens:,} tokens need one step, "
@@ -268,7 +302,8 @@ class Turn(Generic[S]):
     ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
     blocks without KV), ``reserved_slots`` (those of them that their owner will fill) and ``hole_slots`` (free slots,
     while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
-    finished were freed.
+    finished were freed. With several groups ``group_blocks`` has the blocks in use by each; ``behind_slots``, which are
+    among the empty ones, have KV that no token to come attends to.
 
     ``new_blocks`` has, for each sequence whose block table changed, the blocks that it gained. With several groups
     ``new_tables`` has all its tables instead.
@@ -288,6 +323,7 @@ class Turn(Generic[S]):
     __slots__ = (
         "accepted_drafts",
         "admitted",
+        "behind_slots",
         "cached_blocks",
         "decoders",
         "drafts",
@@ -298,6 +334,7 @@ class Turn(Generic[S]):
         "finished",
         "free_blocks",
         "free_blocks_end",
+        "group_blocks",
         "hole_slots",
         "interrupted",
         "keeps_going",
@@ -356,6 +393,8 @@ class Turn(Generic[S]):
         self.shared_blocks = 0
         self.empty_slots = 0
         self.reserved_slots = 0
+        self.behind_slots = 0
+        self.group_blocks: Seq[int] = ()
         self.hole_slots = 0
 
     @property
@@ -389,6 +428,8 @@ class DecodeRun(Generic[S]):
     finished: Seq[S]
     free_blocks_end: int
     hole_slots: int = 0
+    behind_slots: int = 0
+    group_blocks: Seq[int] = ()
 
     @property
     def is_dead(self) -> bool:

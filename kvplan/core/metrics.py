@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from kvplan.core.engine import DecodeRun, Live, RunTimes, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Live, RunTimes, SchedulerConfig, Sequence, Turn
 from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
@@ -85,8 +85,21 @@ class Utilization:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks in use by one cache group over time; its own block size."""
+
+    kind: str
+    block_size: int
+    blocks_mean: float | None
+    blocks_max: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class KvFigures:
-    """The KV pool over time; the four shares sum to 1. Without a window, ``peak_blocks`` is of all that ran."""
+    """The KV pool over time; the four shares sum to 1. Without a window, ``peak_blocks`` is of all that ran.
+
+    ``behind_window_share`` is the part of the internal one that has KV which no token to come attends to.
+    """
 
     num_gpu_blocks: int
     block_size: int
@@ -96,6 +109,17 @@ class KvFigures:
     reserved_share: float | None
     external_fragmentation: float | None
     peak_blocks: int
+    behind_window_share: float | None
+    groups: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """Draft tokens that were verified, over the whole run."""
+
+    accepted: int
+    rejected: int
+    acceptance_rate: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +220,11 @@ class _OverTime:
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
         self._waited = self._in_holes = 0
+        #: With several groups or windows: slots behind a window times ticks; blocks of each group times ticks.
+        self.behind = 0
+        self.group_blocks: list[int] = []
+        self.group_maxima: list[int] = []
+        self._of_groups: list[tuple[int, int, Seq[int]]] = []
         # So many of the lists came up to the last finish.
         self._sure_levels = self._sure_states = 0
 
@@ -228,6 +257,8 @@ class _OverTime:
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
             if state.hole_slots:
                 self._in_holes += state.hole_slots * ticks
+            if state.group_blocks or state.behind_slots:
+                self._of_groups.append((ticks, state.behind_slots, state.group_blocks))
 
     def note_run(
         self,
@@ -268,11 +299,23 @@ class _OverTime:
         """All so far lies in the window."""
         self.waiting += self._waited
         self.holes += self._in_holes
+        for ticks, behind, blocks in self._of_groups:
+            self.behind += behind * ticks
+            self._note_groups(ticks, blocks)
+        self._of_groups.clear()
         self._waited = self._in_holes = 0
         self._sure_states = len(self._states)
         self._sure_levels = levels = len(self._used)
         if levels > _SUMMED_AT_ONCE:
             self.sum_up()
+
+    def _note_groups(self, ticks: int, blocks: Seq[int]) -> None:
+        missing = len(blocks) - len(self.group_blocks)
+        self.group_blocks += [0] * missing
+        self.group_maxima += [0] * missing
+        for number, count in enumerate(blocks):
+            self.group_blocks[number] += count * ticks
+            self.group_maxima[number] = max(self.group_maxima[number], count)
 
     def sum_up(self) -> None:
         """Sum up what lies in the window for sure."""
@@ -328,7 +371,7 @@ class Metrics:
     Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
     a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
-    one block unless it is given.
+    one block unless it is given. An engine with cache groups says in ``cache`` which they are.
     """
 
     def __init__(
@@ -336,6 +379,7 @@ class Metrics:
         *,
         num_gpu_blocks: int,
         block_size: int,
+        cache: SchedulerConfig | None = None,
         prefix_caching: bool,
         usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
@@ -346,6 +390,9 @@ class Metrics:
         self.num_gpu_blocks = num_gpu_blocks
         self.usable_blocks = num_gpu_blocks - 1 if usable_blocks is None else usable_blocks
         self.block_size = block_size
+        self._groups = () if cache is None else cache.groups
+        self._cache = cache
+        self._block_slots = block_size if cache is None else cache.block_slots
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
         self.warmup = warmup
@@ -432,7 +479,7 @@ class Metrics:
         self.swapped_out_blocks += work.swapped_out_blocks
         self.swapped_in_blocks += work.swapped_in_blocks
         used = self.usable_blocks - turn.free_blocks
-        tokens = used * self.block_size - turn.empty_slots
+        tokens = used * self._block_slots - turn.empty_slots
         waste = turn.empty_slots - turn.reserved_slots
         if used > self.peak_blocks:
             self.peak_blocks = used
@@ -475,7 +522,7 @@ class Metrics:
         self.evicted_blocks += run.evicted
         ticks = times.ticks(steps)
         first_used = self.usable_blocks - run.free_blocks
-        tokens = first_used * self.block_size - run.empty_slots
+        tokens = first_used * self._block_slots - run.empty_slots
         waste = run.empty_slots - run.reserved_slots
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
@@ -504,7 +551,7 @@ class Metrics:
         request_id, tokens, most_computed = row
         record = self.records.pop(request_id)
         record.output_tokens = tokens - record.request.input_tokens
-        record.peak_blocks = -(-most_computed // self.block_size)
+        record.peak_blocks = self._blocks_for(most_computed)
         return record
 
     def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
@@ -552,6 +599,13 @@ class Metrics:
         if self._on_request is not None:
             self._on_request(record)
 
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size) if len(self._groups) < 2 else self._several_groups_for(tokens)
+
+    def _several_groups_for(self, tokens: int) -> int:
+        assert self._cache is not None, "it says which groups there are"
+        return self._cache.blocks_for(tokens)
+
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:
             record = self.records[sequence.id]
@@ -576,7 +630,7 @@ class Metrics:
             tokens = sequence.num_tokens
             record.finished = end
             record.output_tokens = tokens - record.request.input_tokens
-            record.peak_blocks = -(-(tokens - 1) // self.block_size)  # the last token never has KV
+            record.peak_blocks = self._blocks_for(tokens - 1)  # the last token never has KV
             self._note_finish(record, end)
         self.window_end = end
         if totals.asked_since:
@@ -629,7 +683,7 @@ class Metrics:
         ticks_at = over_time.ticks_at
         levels = sorted(ticks_at)
         block_ticks = sum(used * ticks_at[used] for used in levels)
-        held = block_ticks * self.block_size
+        held = block_ticks * self._block_slots
         tokens, waste, holes = over_time.tokens, over_time.waste, over_time.holes
 
         def share(part: int) -> float | None:
@@ -656,7 +710,34 @@ class Metrics:
             reserved_share=share(held - tokens - waste),
             external_fragmentation=share(holes),  # 0 in a pool of equal blocks
             peak_blocks=peak if window else self.peak_blocks,
+            behind_window_share=share(over_time.behind),
+            groups=self._group_figures(block_ticks, peak),
         )
+
+    def _group_figures(self, block_ticks: int, peak: int) -> tuple[GroupBlocks, ...]:
+        """Blocks by group; a single one has all of them."""
+        if self._cache is None:
+            return ()
+        over_time, window = self._over_time, self.window_ticks
+        sums, maxima = [block_ticks], [peak]
+        if len(self._groups) > 1:
+            sums = over_time.group_blocks or [0] * len(self._groups)
+            maxima = over_time.group_maxima or [0] * len(self._groups)
+        return tuple(
+            GroupBlocks(
+                kind=spec.kind,
+                block_size=self._cache.block_size_of(spec),
+                blocks_mean=total / window if window else None,
+                blocks_max=most if window else None,
+            )
+            for spec, total, most in zip(self._groups, sums, maxima, strict=True)
+        )
+
+    def draft_figures(self) -> DraftFigures:
+        """Draft tokens over the whole run."""
+        verified = self.accepted_drafts + self.rejected_drafts
+        rate = self.accepted_drafts / verified if verified else None
+        return DraftFigures(self.accepted_drafts, self.rejected_drafts, rate)
 
     def batch_figures(self) -> BatchFigures:
         """Queue lengths over time."""

@@ -269,7 +269,10 @@ class _Loop:
         engine, metrics, clients, aborts = self._engine, self._metrics, self._clients, self._aborts
         while True:
             now = self._now
-            arrived, rejected = self._take_arrivals() if clients.upcoming and clients.due <= now else ([], [])
+            arrived: list[Request] = []
+            rejected: list[Request] = []
+            if clients.upcoming is not None and clients.due <= now:
+                self._take_arrivals(arrived, rejected)
             aborted = self._let_go(now) if aborts.live else []
             number = now if self._step_numbered else self._steps
             if engine.is_idle:
@@ -298,10 +301,8 @@ class _Loop:
             ):
                 return Outcome("stuck", engine.why_stuck())
 
-    def _take_arrivals(self) -> tuple[list[Request], list[Request]]:
-        """Add those who have arrived; returns them and those who were turned away."""
-        arrived: list[Request] = []
-        rejected: list[Request] = []
+    def _take_arrivals(self, arrived: list[Request], rejected: list[Request]) -> None:
+        """Add those who have arrived; notes them and those who were turned away."""
         clients = self._clients
         while (request := clients.upcoming) is not None and clients.due <= self._now:
             reason = self._engine.refusal(request)
@@ -315,7 +316,6 @@ class _Loop:
             else:
                 rejected.append(request)
                 clients.ended(1, self._now)
-        return arrived, rejected
 
     def _let_go(self, now: int) -> list[str]:
         """Have the engine let go of those whose clients went away since the last turn; returns whose clients did."""

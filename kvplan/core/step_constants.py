@@ -1,7 +1,7 @@
 """How near a GPU and an engine come to what a datasheet promises, and what an engine adds to every step.
 
 A share is that of a datasheet's rate, seconds are what is spent beside it. Each constant multiplies one physical
-quantity (`kvplan.core.cost.Term`), so that all of them can be fitted together by linear least squares.
+quantity (`kvplan.core.cost.Terms`), so that all of them can be fitted together by linear least squares.
 """
 
 from __future__ import annotations

@@ -76,7 +76,8 @@ def print_record(screen: Screen, fields: dict[str, object]) -> None:
 def _lines(fields: dict[str, object]) -> Iterator[tuple[str, object]]:
     for name, value in fields.items():
         if isinstance(value, dict):
-            yield from ((f"{name}.{key}", item) for key, item in value.items() if item is not None)
+            known = [f"{key} {item}" for key, item in value.items() if item is not None]
+            yield from zip([name, *[""] * len(known)], known or ["-"], strict=False)
         else:
             yield name, value
 

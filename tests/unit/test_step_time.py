@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from kvplan.config import list_gpus, load_gpu, load_model
-from kvplan.core.cost import Attention, Experts, Matrices, Reductions
 from kvplan.core.engine import StepWork
 from kvplan.core.step_constants import (
     CONSTANT_NAMES,
@@ -17,6 +16,7 @@ from kvplan.core.step_constants import (
     launched_eagerly,
     vllm_generation,
 )
+from kvplan.core.step_shape import Attention, Experts, Matrices, Reductions
 from kvplan.errors import InputError
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, serve
@@ -91,6 +91,14 @@ def test_latent_attention_decodes_with_the_latent_and_expands_it_for_prompts() -
         61 * 1152, 61 * 2 * 16 * 1088, 61 * 2 * 16 * 320, 61 * 16 * (2 * 192 + 2 * 128) * 2
     )
     assert shape.experts[0][:3] == (256, 256, 8)
+
+
+def test_an_indexer_has_all_its_keys_read_and_some_of_the_latents() -> None:
+    (shape,) = stage_shapes(served("deepseek-v3.2", tensor_parallel_size=8))
+    found = {kind.window: kind.context_bytes for kind in shape.attention}
+    # 128 fp8 numbers and a scale; of latents, which are packed on this GPU, at most 2,048.
+    assert found[None] == 61 * 132
+    assert set(found) == {None, 2048}
 
 
 def test_windows_and_states_are_kinds_of_their_own() -> None:
