@@ -122,8 +122,8 @@ class _Device:
         """When the batch ends that is processed next."""
         return self._batches[0][1]
 
-    def run(self, turn: Turn[Any], step: int, now: int) -> None:
-        """Take on the batch planned in ``turn``; one that computes and moves nothing takes no time."""
+    def run(self, turn: Turn[Any], now: int) -> int:
+        """When the batch ends that is planned in ``turn``; one that computes and moves nothing takes no time."""
         work = turn.work
         takes_time = turn.scheduled or turn.decoders or work.moves_blocks
         ends = self._ends
@@ -132,11 +132,11 @@ class _Device:
             if takes_time:
                 now += price(work)
             ends[stage] = now
-        self._batches.append((step, now))
         self.last_end = now
+        return now
 
     def put(self, step: int, end: int) -> None:
-        """Take on the last batch of a run, which ends at ``end``."""
+        """Hold a batch until it is processed."""
         self._ends[-1] = self.last_end = end
         self._batches.append((step, end))
 
@@ -365,10 +365,7 @@ class _Loop:
             out: int | None = self._note_run(turn, times, number)
         else:
             times = None
-            if turn.planned and not self._is_on_device:
-                self._device.run(turn, number, self._now)
-            self._is_on_device = False
-            out = self._note_turn(turn)
+            out = self._note_turn(turn, number)
         if turn.finished:
             self._clients.ended(len(turn.finished), self._now)
             if aborts.live:
@@ -410,7 +407,7 @@ class _Loop:
 
         def wait(turn: Turn[Any]) -> None:
             if turn.planned:
-                self._device.run(turn, number, self._now)
+                self._device.put(number, self._device.run(turn, self._now))
             self._is_on_device = True
             end = self._now + 1 if self._step_numbered else max(self._now, self._device.next_end)
             going, known = self._aborts.while_waiting(end)
@@ -420,13 +417,20 @@ class _Loop:
         assert isinstance(self._engine, Aborting), "requests are aborted only where the engine can"
         return self._engine.turn(1, wait)
 
-    def _note_turn(self, turn: Turn[Any]) -> int | None:
-        """Note one call of the engine, whose batch the device has; returns which step planned what it processed."""
+    def _note_turn(self, turn: Turn[Any], number: int) -> int | None:
+        """Note one call of the engine; returns which step planned the batch that it processed."""
         device, now = self._device, self._now
         out, end = None, now
-        if turn.processed:
-            out, end = device.hand_out()
-            end = max(now, end)
+        is_new = turn.planned and not self._is_on_device
+        self._is_on_device = False
+        if is_new and turn.processed and not device.depth:  # as always without a batch queue
+            out, end = number, device.run(turn, now)
+        else:
+            if is_new:
+                device.put(number, device.run(turn, now))
+            if turn.processed:
+                out, end = device.hand_out()
+                end = max(now, end)
         if turn.is_dead:
             event = self._next_event()
             end = now if event is None else event
