@@ -226,14 +226,14 @@ class _OverTime:
             self._ticks.append(ticks)
             queues = (state.running, state.waiting, state.shared_blocks)
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
-            self._in_holes += state.hole_slots * ticks
+            if state.hole_slots:
+                self._in_holes += state.hole_slots * ticks
 
     def note_run(
         self,
         run: DecodeRun[Any],
         start: int,
         end: int,
-        *,
         ticks: Seq[int],
         used: list[int],
         tokens: int,
@@ -249,18 +249,19 @@ class _OverTime:
         self._used += used
         self._ticks += ticks
         total = end - start
-        # After the first, each step is longer than the one before by the same number of ticks.
+        token_ticks, waste_ticks = tokens * total, waste * total
         steps = run.steps
-        second = ticks[1] if steps > 1 else 0
-        growth = ticks[2] - second if steps > 2 else 0
-        passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
-        token_ticks = tokens * total + run.decoders * passed
-        waste_ticks = waste * total
-        for offset, slots in run.waste_begun:
-            if offset:
-                waste_ticks += slots * sum(ticks[offset:])
+        if steps > 1:  # after the first, each is longer than the one before by the same number of ticks
+            second = ticks[1]
+            growth = ticks[2] - second if steps > 2 else 0
+            passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
+            token_ticks += run.decoders * passed
+            for offset, slots in run.waste_begun:
+                if offset:
+                    waste_ticks += slots * sum(ticks[offset:])
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
-        self._in_holes += run.hole_slots * total
+        if run.hole_slots:
+            self._in_holes += run.hole_slots * total
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
@@ -474,7 +475,7 @@ class Metrics:
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
-        self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
+        self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
         if self._decoding:
             self._gaps.add(ticks[0], self._decoding)
             if steps > 1:
@@ -548,8 +549,8 @@ class Metrics:
 
     def _slots(self, turn: Turn[Any] | DecodeRun[Any]) -> tuple[int, int, int]:
         """Used blocks, and of their slots those with KV and those that nobody will ever fill."""
-        used = self.usable_blocks - turn.free_blocks
-        return used, used * self.block_size - turn.empty_slots, turn.empty_slots - turn.reserved_slots
+        used, empty = self.usable_blocks - turn.free_blocks, turn.empty_slots
+        return used, used * self.block_size - empty, empty - turn.reserved_slots
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:
