@@ -126,7 +126,7 @@ UNMEASURED: dict[ConstantName, float] = {
 #: launches take in them is that of PyTorch, a few microseconds; ``api_s`` is what the first token of cached prompts
 #: takes beyond its steps (github inference-sim/training).
 VLLM_GENERATIONS = (
-    EngineCosts("vLLM with asynchronous scheduling", (0, 14), 6e-6, 0.5e-3, 15e-6, 8e-3, overlaps_host=True),
+    EngineCosts("vLLM with asynchronous scheduling", (0, 19), 6e-6, 0.5e-3, 15e-6, 8e-3, overlaps_host=True),
     EngineCosts("vLLM V1 without asynchronous scheduling", (0, 8), 6e-6, 0.5e-3, 15e-6, 8e-3),
     EngineCosts("vLLM V0", (0, 5), 6e-6, 1.1e-3, 61e-6, 8e-3),
     EngineCosts("vLLM of 2023-24", (0, 0), 23.9e-6, 9.2e-3, 264e-6, 8e-3, has_graphs=False),
