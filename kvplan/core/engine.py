@@ -309,9 +309,9 @@ class Turn(Generic[S]):
     ``new_tables`` has all its tables instead.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. Of the processed batch, ``started_decoding`` says who joined them, and
-    ``stopped_decoding`` who left them after the token that it put out; ``interrupted`` are those who lost their place
-    before their turn came, and got none.
+    ``scheduled`` nor in ``sampled``. Of the processed batch ``started_decoding`` says who joins them. Who
+    loses that place before it is done is in ``interrupted`` if the processed batch has no token for it, else in
+    ``stopped_decoding``.
 
     ``planned`` and ``processed`` say which halves of a call took place; all counts are as they would be if nothing had
     been planned where it was not. ``keeps_going``: something else happened (an abort), or so few calls in a row did
@@ -409,7 +409,8 @@ class DecodeRun(Generic[S]):
 
     ``takes`` has the blocks taken in each step. Counts are as in a `Turn`, taken after scheduling the first step.
     ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
-    Sequences that finish do so in the last step.
+    Sequences that finish do so in the last step. With a batch queue the batch processed in the first step may be of
+    another kind: of it are ``sampled`` and ``started_decoding``, as in a `Turn`.
     """
 
     steps: int
@@ -430,6 +431,13 @@ class DecodeRun(Generic[S]):
     hole_slots: int = 0
     behind_slots: int = 0
     group_blocks: Seq[int] = ()
+    sampled: Seq[S] = ()
+    started_decoding: Seq[S] = ()
+
+    @property
+    def is_dead(self) -> bool:
+        """False: somebody decodes."""
+        return False
 
     @property
     def first_work(self) -> StepWork:

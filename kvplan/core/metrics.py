@@ -505,10 +505,8 @@ class Metrics:
             self._fold_extra_tokens(turn.extra_tokens)
         self.accepted_drafts += turn.accepted_drafts
         self.rejected_drafts += turn.rejected_drafts
-        for sequence in turn.started_decoding:
-            record = records[sequence.id]
-            record.decodes = True
-            self._decoding += record.measured
+        if turn.started_decoding:
+            self._start_decoding(turn.started_decoding)
         for sequence in turn.stopped_decoding:
             self._stop_decoding(records[sequence.id], end)
         if turn.finished:
@@ -530,11 +528,12 @@ class Metrics:
         self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
         if self._decoding:
             self._gaps.add(ticks[0], self._decoding)
-            if steps > 1:
-                self._gaps.add_all(ticks[1:], self._decoding)
+        if run.sampled:
+            self._fold_samples(run.sampled, start + ticks[0])
+            self._start_decoding(run.started_decoding)
+        if steps > 1 and self._decoding:
+            self._gaps.add_all(ticks[1:], self._decoding)
         if run.finished:
-            for sequence in run.finished:
-                self._decoding -= self.records[sequence.id].measured
             self._fold_finished(run.finished, end)
 
     def note_live(self, live: Iterable[Live]) -> None:
@@ -553,6 +552,13 @@ class Metrics:
         record.output_tokens = tokens - record.request.input_tokens
         record.peak_blocks = self._blocks_for(most_computed)
         return record
+
+    def _start_decoding(self, sequences: Iterable[Sequence]) -> None:
+        """Note who decodes from now on without being visited."""
+        for sequence in sequences:
+            record = self.records[sequence.id]
+            record.decodes = True
+            self._decoding += record.measured
 
     def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
         """Note that a request no longer decodes without being visited."""
@@ -627,6 +633,8 @@ class Metrics:
         totals = self._totals
         for sequence in finished:
             record = self.records.pop(sequence.id)
+            if record.decodes:
+                self._decoding -= record.measured
             tokens = sequence.num_tokens
             record.finished = end
             record.output_tokens = tokens - record.request.input_tokens

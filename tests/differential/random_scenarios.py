@@ -282,6 +282,8 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
         if i == 0:
             assert [getattr(step, name) for name in COUNTS] == [getattr(run, name) for name in COUNTS]
             assert step.work == run.first_work
+            sampled = {s.id for s in run.sampled}
+            assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in run.sampled]
         else:
             free -= run.takes[i]
             cached = min(cached, free)  # blocks without content are taken first

@@ -15,7 +15,15 @@ from collections.abc import Callable, Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn, why_stuck
+from kvplan.core.engine import (
+    RESTARTS_TO_GIVE_UP,
+    DecodeRun,
+    Live,
+    Preemption,
+    SchedulerConfig,
+    Turn,
+    why_stuck,
+)
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
@@ -27,31 +35,24 @@ Wait = Callable[[Turn[Member]], None]
 class _Batch:
     """What was planned in one step, as far as its output matters: whom it gives a token that changes what they are.
 
-    ``sampled`` compute the last chunk of what they have; of them ``started`` decode from the next step on. ``stopped``
-    decode their last token; ``done`` are all who finish with it, in order of admission.
+    It gives ``outputs`` sequences a token. Of these ``sampled`` compute the last chunk of what they have, and of them
+    ``started`` decode from the next step on; ``done`` are all who finish with it, in order of admission.
     """
 
-    __slots__ = ("decoders", "done", "sampled", "started", "stopped", "tokens")
+    __slots__ = ("done", "outputs", "sampled", "started")
 
     def __init__(
-        self,
-        tokens: int,
-        decoders: int,
-        sampled: list[Member],
-        started: list[Member],
-        stopped: list[Member],
-        done: list[Member],
+        self, outputs: int, sampled: list[Member], started: list[Member], done: list[Member]
     ) -> None:
-        self.tokens = tokens
-        self.decoders = decoders
+        self.outputs = outputs
         self.sampled = sampled
         self.started = started
-        self.stopped = stopped
         self.done = done
 
     def forget(self, member: Member) -> None:
-        """Have no output for a sequence."""
-        for role in (self.sampled, self.started, self.stopped, self.done):
+        """Have no output for a sequence that gets a token."""
+        self.outputs -= 1
+        for role in (self.sampled, self.started, self.done):
             if member in role:
                 role.remove(member)
 
@@ -112,26 +113,27 @@ class Vllm:
         """As `VllmPlain.why_stuck`."""
         return why_stuck(self.config, self.running, self.waiting, self._outgrown)
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    def live(self) -> Iterator[Live]:
         """As `VllmPlain.live`."""
         return (self._row(member) for member in (*self.running, *self.waiting))
 
-    def _row(self, member: Member) -> tuple[str, int, int]:
-        tokens = self._num_tokens(member) - self._tokens_in_flight(member)
+    def _row(self, member: Member) -> Live:
+        tokens = self._num_tokens(member) - len(self._batches_of(member))
         return member.id, tokens, max(member.high_water, self._computed(member))
 
-    def _tokens_in_flight(self, member: Member) -> int:
-        """How many tokens of a sequence were planned whose output was not processed."""
+    def _batches_of(self, member: Member) -> list[_Batch]:
+        """The batches in flight in which a sequence gets a token."""
         if member not in self.running:
-            return int(member in self._stale)
-        if member in self.prefilling:
-            return 0
-        tokens = 0
-        for batch in self._in_flight:
-            tokens = 1 if member in batch.sampled else tokens + 1
-            if member in batch.done:
-                break
-        return tokens
+            return [self._in_flight[0]] if member in self._stale else []
+        batches: list[_Batch] = []
+        if member not in self.prefilling:
+            for batch in self._in_flight:
+                if member in batch.sampled:
+                    batches.clear()
+                batches.append(batch)
+                if member in batch.done:
+                    break
+        return batches
 
     @property
     def free_blocks(self) -> int:
@@ -157,12 +159,12 @@ class Vllm:
             insort(self.waiting, member, key=_queue_key)
         self._head_is_blocked = False
 
-    def abort(self, request_id: str) -> tuple[str, int, int]:
+    def abort(self, request_id: str) -> Live:
         """Let go of a live request whose client went away, with all it holds; returns its row of `live`."""
         member = self._by_id.pop(request_id)
         row = self._row(member)
         holding = self._holdings.pop(member)
-        for batch in self._in_flight:  # its output there is ignored
+        for batch in self._batches_of(member):  # its output there is ignored
             batch.forget(member)
         if member not in self.running:
             self.waiting.remove(member)
@@ -193,8 +195,8 @@ class Vllm:
             # Until somebody finishes or blocks run short.
             cohort = self.cohort
             steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
-            if self._in_flight:
-                steps = self._steps_alike(steps)
+            if steps and self._in_flight and self._in_flight[0].done:
+                steps = 1  # who finishes does so in the last
             if steps:
                 return self._decode(steps)
         turn: Turn[Member] = Turn()
@@ -203,13 +205,6 @@ class Vllm:
         else:
             self._call(turn, wait)
         return turn
-
-    def _steps_alike(self, steps: int) -> int:
-        """How many of so many steps process nothing but decodes; who finishes does so in the last."""
-        before = self._in_flight[0]
-        if before.sampled:
-            return 0
-        return min(steps, 1) if before.done else steps
 
     def _decode(self, steps: int) -> DecodeRun[Member]:
         """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
@@ -224,39 +219,40 @@ class Vllm:
             waste += sum(slots for offset, slots in waste_begun if not offset)
         free = pool.free - first_takes
         cached = min(pool.idle, free)  # blocks without content are taken first
-        evicted = pool.take(taken) if taken else 0
-        slots = empty
-        finished = self._stop_decoding()
-        self._has_aborted = False
-        if self._queue_size > 1:
-            slots += self._ending_slots()
-            self._idle_calls = 0
-            self._owes_plan = False
-            self._in_flight.append(_Batch(size, size, [], [], finished, finished))
-            finished = self._in_flight.popleft().done
-        run: DecodeRun[Member] = (
-            DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
-                steps,
-                size,
-                context,
-                takes,
-                evicted,
-                free,
-                cached,
-                len(self.running),
-                len(self.waiting),
-                pool.shared,
-                slots,
-                empty - waste,
-                waste_begun,
-                finished,
-                0,
-            )
+        # By place: keywords would cost as much as a sequence that finishes.
+        run: DecodeRun[Member] = DecodeRun(
+            steps,
+            size,
+            context,
+            takes,
+            pool.take(taken) if taken else 0,
+            free,
+            cached,
+            len(self.running),
+            len(self.waiting),
+            pool.shared,
+            empty,
+            empty - waste,
+            waste_begun,
+            self._stop_decoding(),
+            0,
         )
-        for member in finished:
+        if self._queue_size > 1:
+            self._put_in_flight(run)
+        for member in run.finished:
             self._finish(member)
         run.free_blocks_end = pool.free
+        self._has_aborted = False
         return run
+
+    def _put_in_flight(self, run: DecodeRun[Member]) -> None:
+        """Process the batch in flight in the first step of a run, whose last batch is in flight in its place."""
+        run.empty_slots += self._ending_slots()
+        before = self._in_flight.popleft()
+        self._in_flight.append(_Batch(run.decoders, [], [], list(run.finished)))
+        run.sampled, run.started_decoding, run.finished = before.sampled, before.started, before.done
+        self._idle_calls = 0
+        self._owes_plan = False
 
     def _step(self, turn: Turn[Member], wait: Wait | None) -> None:
         """Without a queue: plan a batch and process its output."""
@@ -266,30 +262,30 @@ class Vllm:
             wait(turn)
             self._in_flight.clear()
         self._settle(turn, batch)
-        turn.keeps_going = self._has_aborted
-        self._has_aborted = False
+        if self._has_aborted:
+            turn.keeps_going = True
+            self._has_aborted = False
 
     def _call(self, turn: Turn[Member], wait: Wait | None) -> None:
         """With a queue: plan a batch if there is work, then process the oldest unless there is room for another."""
         in_flight = self._in_flight
         if self._has_work:
-            batch = self._plan(turn)
-            in_flight.append(batch)
+            in_flight.append(self._plan(turn))
             has_room = len(in_flight) < self._queue_size
-            turn.processed = not (has_room and (batch.tokens or self.running or self.waiting))
+            turn.processed = not (has_room and (turn.scheduled_tokens or self.running or self.waiting))
         else:
             turn.planned = False
             self._count(turn)
-        has_output = False
+        outputs = 0
         if turn.processed:
             if wait is not None:
                 wait(turn)
-            has_output = self._settle(turn, in_flight.popleft())
+            batch = in_flight.popleft()
+            outputs = batch.outputs
+            self._settle(turn, batch)
         turn.free_blocks_end = self.pool.free
-        if has_output or self._has_aborted or not turn.is_dead:
-            self._idle_calls = 0
-        else:
-            self._idle_calls += 1
+        happened = outputs or self._has_aborted or not turn.is_dead
+        self._idle_calls = 0 if happened else self._idle_calls + 1
         self._has_aborted = False
         # The next may do something unless many have done nothing, and if nobody is left there is none.
         turn.keeps_going = self._idle_calls < 2 * (self._queue_size + 1) or not (self.running or self.waiting)
@@ -562,10 +558,9 @@ class Vllm:
 
     def _batch(self, turn: Turn[Member], scheduled: dict[Member, int]) -> _Batch:
         """The batch that was planned; who goes on decodes from the next step on, who has all its tokens stops."""
-        stopped = self._stop_decoding() if turn.decoders else []
+        done = self._stop_decoding() if turn.decoders else []
         sampled: list[Member] = []
         started: list[Member] = []
-        done = stopped[:]
         for member in scheduled:
             if member.computed < member.num_tokens:
                 continue
@@ -580,32 +575,31 @@ class Vllm:
                 if self.config.enable_prefix_caching:
                     self._growing[_output_stream(member)] = member
         done.sort(key=_serial)
-        return _Batch(turn.scheduled_tokens, turn.decoders, sampled, started, stopped, done)
+        return _Batch(turn.decoders + len(sampled), sampled, started, done)
 
     def _stop_decoding(self) -> list[Member]:
         """Take those out of the cohort whose last token was planned."""
         stopped = self.cohort.finished()
-        for member in stopped:
-            self._leave(member, self._holdings[member])
+        if stopped:
+            for member in stopped:
+                self._leave(member, self._holdings[member])
             self._head_is_blocked = False  # for there is more of the budget left
         return stopped
 
     def _leave(self, member: Member, holding: Holding, *, took_turn: bool = False) -> None:
         """Take a decoder out of the cohort and bring up to date what it holds; ``took_turn``: of this step too."""
         self.cohort.leave(member)
-        self._growing.pop(_output_stream(member), None)
         tokens = member.computed + took_turn
         holding.blocks = self._blocks_for(tokens)
         if self.config.enable_prefix_caching:
+            del self._growing[_output_stream(member)]
             self.pool.publish(holding, (tokens - self._lag) // self.config.block_size)
 
-    def _settle(self, turn: Turn[Member], batch: _Batch) -> bool:
-        """Process the output of a batch: who is done is freed, in order of admission. Returns whether it has any."""
+    def _settle(self, turn: Turn[Member], batch: _Batch) -> None:
+        """Process the output of a batch: who is done is freed, in order of admission."""
         turn.sampled = batch.sampled
         turn.started_decoding = batch.started
-        turn.stopped_decoding += batch.stopped
-        has_output = bool(batch.decoders or batch.sampled)
-        if has_output:
+        if batch.outputs:
             self._restarts = 0
         for member in batch.done:
             self._finish(member)
@@ -614,7 +608,6 @@ class Vllm:
             self._outgrown -= self._stale  # they got a token after all
             self._stale.clear()
         turn.free_blocks_end = self.pool.free
-        return has_output
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
