@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -58,6 +59,15 @@ def test_kernels_that_write_the_cache_are_right_to_the_byte() -> None:
     )
     assert faults(rows) == []
     assert {row.kernel for row in rows} == {"reshape_and_cache", "copy_blocks"}
+
+
+def test_fp8_as_newer_gpus_decode_it_is_right_too() -> None:
+    """From sm_89 on an instruction decodes e4m3 in another order than shifts do, and to other units."""
+    fp8 = [replace(one, kv_cache_dtype="fp8_e4m3") for one in (SPLIT, NAIVE)]
+    emulator = Emulator(defines=(("KV_E4M3_CVT", "1"),))
+    names = ("partial last block", "scales for heads", "many splits", "groups of 16", "sharp softmax")
+    rows = validate_emulated([MMA_FP8, *fp8], [BY_NAME[name] for name in names], emulator=emulator)
+    assert faults(rows) == []
 
 
 @pytest.mark.parametrize("order", list(Order))
@@ -224,3 +234,18 @@ def test_threads_that_part_in_a_shipped_kernel_end_the_launch(old: str, new: str
     error = emulator.attend(emulator.build([MMA]), problem(MMA, BY_NAME["one token"])).error
     assert error is not None
     assert said in error
+
+
+def test_every_seeded_bug_stands_in_the_source() -> None:
+    """`benchmarks/kernel_mutations.py` builds and runs them, which takes a minute."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_mutations.py"))
+    for mutation in script["MUTATIONS"]:
+        assert script["mutated"](mutation, kernel_source()) != kernel_source()
+    assert sum(not mutation.known for mutation in script["MUTATIONS"]) >= 14
+
+
+@pytest.mark.parametrize("part", ["mma: tokens past the end are read", "merge: chunks weigh the same"])
+def test_a_seeded_bug_is_noticed(part: str) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_mutations.py"))
+    (mutation,) = (one for one in script["MUTATIONS"] if one.name == part)
+    assert script["noticed_by"](mutation) is not None
