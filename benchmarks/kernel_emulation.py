@@ -71,7 +71,7 @@ def print_summary(rows: list[EmulatedResult]) -> None:
         names = {row.variant for row in found}
         print(f"{kernel:18} {dtype:9} {stored:9} {len(names):8} {len(found):6} {relative:10.1e} {used:12.2f}")
     wrong = [row for row in rows if not row.valid]
-    for row in wrong:
+    for row in wrong[:20]:
         print(f"WRONG {row.variant}, {row.case}: {row.error or row.tolerance}")
     print(f"{len(rows) - len(wrong)} of {len(rows)} valid")
 

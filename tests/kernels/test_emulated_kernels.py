@@ -82,11 +82,13 @@ def test_the_order_of_threads_changes_no_bit(variant: Variant, order: Order) -> 
 
 
 def test_a_case_that_goes_wrong_is_said_to() -> None:
-    wrong = kernel_source().replace("slope * (float)distance", "-slope * (float)distance")
-    alibi = replace(SPLIT, alibi=True)
-    rows = validate_emulated([alibi], [BY_NAME["partial last block"]], emulator=Emulator(wrong))
-    assert not rows[0].valid
-    assert rows[0].tolerance["used"] > 1
+    source = kernel_source()
+    wrong = source.replace("natural_lse(maximum, sum) * LOG2_E", "natural_lse(maximum, sum)")
+    assert wrong != source
+    emulator = Emulator(wrong)
+    rows = validate_emulated([SPLIT], [BY_NAME["many splits"], BY_NAME["one token"]], emulator=emulator)
+    assert [row.valid for row in rows] == [False, True]
+    assert rows[0].tolerance["used"] > 1 >= rows[1].tolerance["used"]
 
 
 def test_progress_tells_what_is_next() -> None:
@@ -203,7 +205,7 @@ def test_a_removed_guard_is_reported_by_the_address_sanitizer() -> None:
     posed = reshape_problem(WRITERS[0])
     outcome = emulator.write(emulator.build([WRITERS[0]]), posed)
     assert [one.kind for one in outcome.reports] == ["heap-buffer-overflow"]
-    assert outcome.reports[0].lines[0] == line_of(source, "stg128((uint4*)target + v")
+    assert "stg128(" in source.splitlines()[outcome.reports[0].lines[0] - 1]
 
 
 def test_a_removed_guard_ends_the_launch() -> None:
@@ -217,8 +219,8 @@ def test_a_removed_guard_ends_the_launch() -> None:
     ("old", "new", "said"),
     [
         (
-            "    __syncthreads();\n    for (int i",
-            "    if (threadIdx.x < 64) __syncthreads();\n    for (int i",
+            "    __syncthreads();\n    const WorkItem",
+            "    if (threadIdx.x < 64) __syncthreads();\n    const WorkItem",
             "divergent barrier",
         ),
         (
