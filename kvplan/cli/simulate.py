@@ -140,6 +140,10 @@ def simulate(
         str | None,
         typer.Option("--concurrency", metavar="N", help="Closed loop: N clients, each waits for its answer."),
     ] = None,
+    acceptance_rate: Annotated[
+        str | None,
+        typer.Option("--acceptance-rate", metavar="X", help="Chance that a draft token is right."),
+    ] = None,
     seed: Annotated[str | None, typer.Option("--seed", metavar="N", help="Of what is drawn (0).")] = None,
     warmup: Annotated[
         str | None,
@@ -291,7 +295,14 @@ def _run(
         outputs.callback(simulation.trace.close)
         if events is not None:
             file = outputs.enter_context(whole_file(events))
-            observers.append(EventWriter(file, scale, detail=events_detail))
+            writer = EventWriter(
+                file,
+                scale,
+                detail=events_detail,
+                has_queue=simulation.has_queue,
+                has_drafts=simulation.has_drafts,
+            )
+            observers.append(writer)
         if timeline is not None:
             from kvplan.timeline import Timeline  # only such runs draw
 

@@ -16,6 +16,7 @@ there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -136,6 +137,42 @@ class SchedulerConfig:
         """Blocks with which the engine starts: those of the longest sequence, and the null block."""
         return 1 + self.blocks_for(self.max_model_len)
 
+    def check_together(self) -> None:
+        """Refuse what vLLM does not do together, or is not simulated together. Raises `InputError`."""
+        drafts, states = self.speculative, [g for g in self.groups if g.kind == "state"]
+        threshold = self.long_prefill_token_threshold
+        if drafts and self.pipeline_parallel_size > 1 and not self.async_scheduling:
+            raise InputError(
+                "not yet supported: drafts with pipeline stages and synchronous scheduling",
+                where="--num-speculative-tokens",
+                hint="add --async-scheduling, or leave one of them out",
+            )
+        if drafts and 0 < threshold <= drafts.num_drafts:
+            raise InputError(
+                f"the engine would stop: long_prefill_token_threshold {threshold} is not above the "
+                f"{drafts.num_drafts} tokens that a draft proposes",
+                where="--long-prefill-token-threshold",
+                hint="raise it",
+            )
+        mode = "align" if self.enable_prefix_caching else "none"
+        if any(group.mode != mode for group in states):
+            raise InputError(
+                f"state groups are in mode {mode} where prefix caching is {'on' if mode == 'align' else 'off'}",
+                where="config.groups",
+                hint="change the mode or enable_prefix_caching",
+            )
+        sizes = {
+            self.block_size_of(group)
+            for group in self.groups
+            if (group.kind, group.mode) != ("state", "none")
+        }
+        if len(sizes) > 1 and any(group.kind in {"chunked", "state"} for group in self.groups):
+            raise InputError(
+                "groups with chunked-local attention or states need equal blocks",
+                where="config.groups",
+                hint="leave block_size out",
+            )
+
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
 
@@ -170,12 +207,14 @@ class SchedulerConfig:
             )
         needed = self.blocks_for(self.max_model_len)
         if needed > self.usable_blocks:
+            lengths = range(self.max_model_len + 1)
+            longest = bisect_right(lengths, self.usable_blocks, key=self.blocks_for) - 1
             raise DoesNotFit(
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
                 f"{needed:,} blocks, the pool has {max(self.usable_blocks, 0):,} usable",
                 where="--max-model-len",
-                hint=f"at most --max-model-len {self.usable_blocks * self.block_size} fits"
-                if self.usable_blocks > 0
+                hint=f"at most --max-model-len {longest} fits"
+                if longest > 0
                 else "give the pool at least two blocks: the null block holds nothing",
             )
 

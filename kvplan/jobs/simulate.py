@@ -8,18 +8,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
+from functools import partial
 from typing import NamedTuple
 
+from kvplan.cache_groups import ONE_FULL_GROUP, cache_groups
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import constant, constant_decode
-from kvplan.core.engine import SchedulerConfig, StepWork
+from kvplan.core.engine import SchedulerConfig
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.kv_cache import WHOLE
 from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
-from kvplan.core.simulate import StepRecord, run
+from kvplan.core.simulate import Price, StepRecord, run
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
@@ -44,6 +45,7 @@ from kvplan.simulated_engines import (
     longest_sequence,
     make_engine,
     one_request_a_sample,
+    without_aborts,
 )
 from kvplan.step_time import latency_model
 from kvplan.trace import TraceStream, open_trace
@@ -229,6 +231,17 @@ class Simulation:
         return self._plan.config
 
     @property
+    def has_queue(self) -> bool:
+        """Whether batches are planned before the output of the one before is processed."""
+        config = self._plan.config
+        return isinstance(config, SchedulerConfig) and config.queue_size > 1
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens are drafted, so that a step may put out several."""
+        return isinstance(self._plan.config, SchedulerConfig) and self._plan.config.speculative is not None
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
@@ -268,6 +281,12 @@ class Simulation:
         rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
         if map is not None:
+            if isinstance(plan.config, SchedulerConfig) and plan.config.groups != ONE_FULL_GROUP.specs:
+                raise InputError(
+                    "not yet supported: a map of a pool that several kinds of layers share",
+                    where="--map",
+                    hint="models whose layers keep all tokens can be drawn",
+                )
             assert isinstance(engine, Pictured), "watched engines can be drawn"
             fullest = FullestStep(engine, map.at_step)
             turns = [*turns, fullest]
@@ -282,11 +301,12 @@ class Simulation:
             slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
             on_request=on_request,
         )
+        requests = self._requests if rules.has_aborts else without_aborts(self._requests, plan.engine.name)
         wall, cpu = time.perf_counter(), time.process_time()
         status, reason = "interrupted", None
         try:
             outcome = run(
-                self._requests if rules.has_samples else one_request_a_sample(self._requests),
+                requests if rules.has_samples else one_request_a_sample(requests),
                 engine,
                 plan.price,
                 metrics,
@@ -417,7 +437,7 @@ class _Plan:
     """A run, resolved: the engine's settings, the price of a step, and where all came from."""
 
     config: EngineConfig
-    price: Callable[[StepWork], int]
+    price: Price | tuple[Price, ...]
     decode_price: Callable[[int, int], tuple[int, int, int]]
     seconds_per_tick: Fraction | None
     latency_model: dict[str, object]
@@ -483,8 +503,6 @@ _MACHINE_OPTIONS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
     "disable_hybrid_kv_cache_manager",
-    "num_speculative_tokens",
-    "speculative_method",
     "speculative_model",
     "enable_lora",
     "max_loras",
@@ -535,7 +553,8 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     warnings += served.warnings
     capacity, deployment = served.capacity, served.deployment
     assert capacity is not None, "there is a GPU, its memory or a pool"
-    check_simulated(served)
+    groups = cache_groups(served)
+    _refuse_context_parallelism(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
         length = min(length, capacity.max_model_len_that_fits)
@@ -552,31 +571,19 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         deployment.max_num_seqs,
         length,
         served.plan.pool.bytes_per_block(served.plan.stages[0]),
+        groups,
     )
     return _Machine(served, pool)
 
 
-def check_simulated(served: Served) -> None:
-    """Refuse what can be sized but not simulated yet. Raises `InputError`."""
-    groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
-    if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
-        kinds = ", ".join(dict.fromkeys(cache.kind for cache, _ in served.spec.attention))
+def _refuse_context_parallelism(served: Served) -> None:
+    size = served.deployment.cache.decode_context_parallel_size
+    if size > 1:
         raise InputError(
-            f"not yet supported: simulation of layers of several kinds ({kinds})",
-            where=where,
-            hint="kvplan size plans its memory; models whose layers keep all tokens can be simulated",
+            f"not yet supported: simulation with --decode-context-parallel-size {size}",
+            where="--decode-context-parallel-size",
+            hint="leave it out",
         )
-    for name, size in (
-        ("pipeline_parallel_size", served.deployment.pipeline_parallel_size),
-        ("decode_context_parallel_size", served.deployment.cache.decode_context_parallel_size),
-        ("num_speculative_tokens", served.deployment.cache.num_speculative_tokens),
-    ):
-        if size > 1 or (size and name == "num_speculative_tokens"):
-            raise InputError(
-                f"not yet supported: simulation with {flag(name)} {size}",
-                where=flag(name),
-                hint="leave it out",
-            )
 
 
 def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> Pool:
@@ -611,7 +618,7 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
 # Time
 
 _Clock = tuple[
-    Callable[[StepWork], int],
+    Price | tuple[Price, ...],
     Callable[[int, int], tuple[int, int, int]],
     Fraction | None,
     dict[str, object],
@@ -635,13 +642,16 @@ def _clock(trace: TraceStream, resolver: Resolver[SimulateOptions], machine: _Ma
         return constant(1), constant_decode(1), None, unknown
     assert machine is not None, "without a machine there is a step time"
     cost, chosen = latency_model(machine.served, block_bytes=machine.pool.bytes_per_block or 0)
+    price: Price | tuple[Price, ...] = cost.step_ps
+    if len(cost.stages) > 1:
+        price = tuple(partial(cost.stage_ps, stage=stage) for stage in range(len(cost.stages)))
     error = chosen.measured_error
     model = {
         "name": "step-time model",
         "calibration": chosen.name,
         "measured_error": None if error is None else error._asdict(),
     }
-    return cost.step_ps, cost.decode, Fraction(1, PICOSECONDS), model
+    return price, cost.decode, Fraction(1, PICOSECONDS), model
 
 
 def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:
