@@ -11,7 +11,7 @@ from kvplan.text import literal
 from kvplan.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from kvplan.core.metrics import Distribution
+    from kvplan.core.metrics import Distribution, GroupBlocks
     from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
 
@@ -111,6 +111,35 @@ def _scheduler(result: SimulateResult) -> str:
     return f"vLLM {version}" if engine == "vllm" else f"{engine} ({version})"
 
 
+def _cache_rows(result: SimulateResult) -> list[tuple[str, str]]:
+    """Blocks by cache group, where there are several; what is behind windows; drafts."""
+    kv, drafts = result.kv, result.drafts
+    rows = []
+    kinds: dict[tuple[str, int], list[GroupBlocks]] = {}
+    for group in kv.groups if len(kv.groups) > 1 else ():
+        kinds.setdefault((group.kind, group.block_size), []).append(group)
+    for (kind, size), groups in kinds.items():
+        several = f", {len(groups)} groups of about" if len(groups) > 1 else ":"
+        mean, most = groups[0].blocks_mean, groups[0].blocks_max
+        rows.append(
+            (
+                "",
+                f"{kind} (blocks of {size:,}){several} mean {format_count(mean)}, max {format_count(most)} in use",
+            )
+        )
+    if kv.behind_window_share:
+        rows.append(("behind windows", f"{format_share(kv.behind_window_share)} of what is held"))
+    if drafts is not None:
+        rows.append(
+            (
+                "drafts",
+                f"{drafts.accepted:,} accepted, {drafts.rejected:,} rejected "
+                f"({format_share(drafts.acceptance_rate)} accepted)",
+            )
+        )
+    return rows
+
+
 def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
     kv, batch, cache, pre, counts = (
         result.kv,
@@ -124,6 +153,7 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
         (
             "requests",
             f"{counts.finished:,} finished, {counts.rejected:,} rejected, {counts.unfinished:,} unfinished"
+            + (f", {counts.aborted:,} aborted" if counts.aborted else "")
             + (f", {counts.truncated:,} cut short" if counts.truncated else ""),
         ),
         (
@@ -175,6 +205,7 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
             else "off",
         ),
     ]
+    rows += _cache_rows(result)
     if cache.copied_blocks:
         rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
     rows.append(
