@@ -258,11 +258,13 @@ class VllmPlain:
                 continue
             fits = True
             while fits and (needed := self._grow(turn, sequence, tokens)):
-                victim = self._remove_victim()
-                if victim in scheduled:  # by priority only: its part of this step is undone
+                place = self._place_of_victim()
+                victim = self.running.pop(place)
+                if place < index:  # by priority only, as what follows
+                    index -= 1
+                if victim in scheduled:  # its part of this step is undone
                     budget += scheduled.pop(victim) + self._extra_input
                     turn.drafts.pop(victim, None)
-                    index -= 1
                 self._note_preemption(turn, victim, sequence, needed)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
@@ -302,13 +304,13 @@ class VllmPlain:
         if beyond > 0:
             turn.drafts[sequence] = min(sequence.drafts, beyond)
 
-    def _remove_victim(self) -> PlainSequence:
-        """FCFS: the last in the list. Priority: the greatest (priority, arrival)."""
-        if self.config.policy == "fcfs":
-            return self.running.pop()
-        victim = max(self.running, key=_queue_key)
-        self.running.remove(victim)
-        return victim
+    def _place_of_victim(self) -> int:
+        """Where the victim runs. FCFS: the last in the list. Priority: the greatest (priority, arrival)."""
+        last = len(self.running) - 1
+        return last if self.config.policy == "fcfs" else max(range(last + 1), key=self._queue_key_at)
+
+    def _queue_key_at(self, place: int) -> tuple[int, int]:
+        return self.running[place].queue_key
 
     def _note_preemption(
         self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, needed: int
