@@ -444,3 +444,9 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BuildFailed, match="cannot write a build"):
         executable([Source("kept.cu", HEAD + "void kept(P) {}", ("kept",))])
+
+
+def test_a_build_that_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "built").touch(mode=0o600)
+    with pytest.raises(BuildFailed, match="cannot start what was built"):
+        run(tmp_path / "built", [], {}, [])
