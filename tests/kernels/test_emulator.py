@@ -193,7 +193,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "writes_raw": [(SYNCWARP, "p.out[256] = 1;")],
     "no_end": [(SYNCWARP, "for (volatile int k = 1; k;);")],
     "nobodys_memory": [(SYNCWARP, "*(volatile int*)8 = 1;")],
-    "divides": [(SYNCWARP, "volatile int zero = 0; stg(p.out, 1u % zero);")],
+    "divides": [(SYNCWARP, "volatile int zero = 0; stg(p.out, n % zero);")],
     "unwritten": [(WRITE, "if (i != 7) s[i] = ldg")],
     "no_barrier": [(BARRIER, "")],
     "blocks_race": [(OUT, "p.out + blockIdx.x / 2 + i")],
