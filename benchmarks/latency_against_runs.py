@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from statistics import fmean, median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from log_figures import number, whole
 from measured_names import gpu_name, model_name
@@ -147,8 +147,7 @@ def options_of(row: dict[str, str], engine: str) -> dict[str, object]:
 
 def logged_runs(folder: Path, traces: Path) -> Iterator[Run]:
     """Runs that the engine logged, with the prompts that they were sent."""
-    with (traces / PROMPTS).open() as file:
-        prompts = [json.loads(line) for line in file]
+    known = read_prompts(traces / PROMPTS)
     with (folder / "serving_runs.csv").open(newline="") as file:
         rows = {row["run_id"]: row for row in csv.DictReader(file)}
     for path in sorted((folder / "vllm_runs").glob("*.requests.csv")):
@@ -165,9 +164,11 @@ def logged_runs(folder: Path, traces: Path) -> Iterator[Run]:
             (whole_time - begin) / (int(one["output_toks"]) - 1)
             for one, begin, whole_time in zip(requests, ttft, e2e, strict=True)
         ]
+        lengths = [int(one["input_toks"]) for one in requests]
+        is_known = lengths == [prompt["input_length"] for prompt in known]
         lines = [
-            (float(one["queued_ts"]) - zero, logged_line(place, one, prompt, zero))
-            for place, (one, prompt) in enumerate(zip(requests, prompts, strict=True))
+            (float(one["queued_ts"]) - zero, logged_line(place, one, known if is_known else [], zero))
+            for place, one in enumerate(requests)
         ]
         stage = Stage(f"vllm log/{name}", 0, len(requests), fmean(e2e), fmean(tpot), fmean(ttft))
         version = f"vllm@{row['engine_version']}"
@@ -175,18 +176,25 @@ def logged_runs(folder: Path, traces: Path) -> Iterator[Run]:
         yield Run(name, trace, options_of(row, version), (stage,), in_engine=True, seconds=seconds)
 
 
-def logged_line(place: int, row: dict[str, str], prompt: dict[str, list[int]], zero: float) -> str:
-    """A request of a log, whose prompt is known by the ids of its blocks."""
-    return json.dumps(
-        {
-            "id": str(place),
-            "arrival_s": round(float(row["queued_ts"]) - zero, 9),
-            "input_tokens": int(row["input_toks"]),
-            "output_tokens": int(row["output_toks"]),
-            "hash_ids": prompt["hash_ids"],
-            "hash_block_size": 16,
-        }
-    )
+def read_prompts(path: Path) -> list[dict[str, Any]]:
+    """The prompts of the logged runs, as ids of blocks; none where the file is not there."""
+    if not path.exists():
+        return []
+    with path.open() as file:
+        return [json.loads(line) for line in file]
+
+
+def logged_line(place: int, row: dict[str, str], prompts: Sequence[dict[str, Any]], zero: float) -> str:
+    """A request of a log; where its prompt is not known by the ids of its blocks it shares nothing."""
+    line: dict[str, Any] = {
+        "id": str(place),
+        "arrival_s": round(float(row["queued_ts"]) - zero, 9),
+        "input_tokens": int(row["input_toks"]),
+        "output_tokens": int(row["output_toks"]),
+    }
+    if prompts:
+        line.update(hash_ids=prompts[place]["hash_ids"], hash_block_size=16)
+    return json.dumps(line)
 
 
 def simulated(run: Run) -> Simulated:

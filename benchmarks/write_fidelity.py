@@ -2,9 +2,9 @@
 
 Usage: python benchmarks/write_fidelity.py MEASURED [--only NAME]
 
-MEASURED is the folder of measured data that docs/fidelity.md names. Between a line ``<!-- begin: COMMAND -->`` and the next
-``<!-- end -->`` stands what COMMAND prints, with MEASURED in it replaced by that folder; the rest of the page is kept.
-``--only`` runs the commands alone in which NAME stands. A command that fails leaves the page as it was.
+MEASURED is the folder of measured data that docs/fidelity.md names. Between a line ``<!-- begin: COMMAND -->`` and the
+next ``<!-- end -->`` stands what COMMAND prints, with MEASURED in it replaced by that folder; the rest of the page is
+kept. ``--only`` runs the commands alone in which NAME stands. A command that fails leaves the page as it was.
 """
 
 from __future__ import annotations
