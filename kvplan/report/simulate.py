@@ -38,20 +38,26 @@ def print_simulation(screen: Screen, result: SimulateResult, *, profile: bool) -
         screen.say("latency: unknown, arrivals are step-numbered (give --step-time)")
         return
     times = new_table("latency", "count", "mean", "p50", "p90", "p95", "p99", "max")
-    for label, d in (
-        ("queue", latency.queue_s),
-        ("TTFT", latency.ttft_s),
-        ("TPOT", latency.tpot_s),
-        ("ITL", latency.itl_s),
-        ("E2E", latency.e2e_s),
+    for label, name in (
+        ("queue", "queue_s"),
+        ("TTFT", "ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("ITL", "itl_s"),
+        ("E2E", "e2e_s"),
     ):
-        times.add_row(label, *_distribution(d))
+        times.add_row(label, *_distribution(getattr(latency, name)))
+        if result.range is not None:
+            for end, figures in (("  low", result.range.low), ("  high", result.range.high)):
+                times.add_row(end, "", *_distribution(getattr(figures, name))[1:])
     screen.show(times)
     if latency.model["calibration"]:
         screen.say(
-            f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
+            f"Times are estimates of a {latency.model['name']} ({literal(str(latency.model['calibration']))}); "
             f"{_error(latency.model['measured_error'])}."
         )
+    if result.range is not None:
+        low, high = result.range.low_slowdown, result.range.high_slowdown
+        screen.say(f"low and high: every step {low:.3f} and {high:.3f} times as long, by that error")
 
 
 def _error(measured: object) -> str:
@@ -60,7 +66,7 @@ def _error(measured: object) -> str:
         return "their error is not known"
     return (
         f"steps were off by {format_share(measured['median'])} (median) and {format_share(measured['p95'])} "
-        f"(95th percentile) in {measured['data']}"
+        f"(95th percentile) in {literal(measured['data'])}"
     )
 
 
