@@ -1,0 +1,1 @@
+"""Paged attention for decoding on a GPU: the CUDA source, its variants, the plan, the judge and the launch."""
