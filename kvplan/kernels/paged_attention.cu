@@ -75,14 +75,6 @@ __device__ __forceinline__ void mma_m16n8k16_bf16(float d[4], const unsigned a[4
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
-
-// shim: transpose_8x8. `movmatrix`: the warp holds an 8x8 matrix of 16-bit values, lane l having (row l/4, columns
-// 2(l%4) and 2(l%4)+1); it gets the transposed matrix in the same layout. All 32 lanes take part.
-__device__ __forceinline__ unsigned transpose_8x8(unsigned rows) {
-    unsigned columns;
-    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(columns) : "r"(rows));
-    return columns;
-}
 #endif
 
 __device__ __forceinline__ float half_to_float(unsigned short h) {
@@ -349,17 +341,19 @@ template <class O>
 struct Scoring {
     float scale;  // of the product; with a soft cap its result is in units of the cap
     float cap;
-    float slope;
 
-    __device__ __forceinline__ Scoring(const PagedAttentionParams& p, int head, int kv_head) {
+    __device__ __forceinline__ Scoring(const PagedAttentionParams& p, int kv_head) {
         const float key_scale = p.key_scale == nullptr ? 1.0f : ldg(p.key_scale + (long long)kv_head * p.scale_stride);
         scale = p.scale * key_scale * (O::SOFT_CAP ? 1.0f / p.soft_cap : LOG2_E);
         cap = O::SOFT_CAP ? p.soft_cap * LOG2_E : 0.0f;
-        slope = O::ALIBI ? ldg(p.alibi_slopes + head) * LOG2_E : 0.0f;
+    }
+
+    static __device__ __forceinline__ float slope(const PagedAttentionParams& p, int head) {
+        return O::ALIBI ? ldg(p.alibi_slopes + head) * LOG2_E : 0.0f;
     }
 
     // `distance` is token + 1 - context: 0 for the newest token, which ALiBi leaves alone.
-    __device__ __forceinline__ float operator()(float product, int distance) const {
+    __device__ __forceinline__ float operator()(float product, int distance, float slope) const {
         float score = product * scale;
         if (O::SOFT_CAP) score = cap * tanhf(score);
         if (O::ALIBI) score += slope * (float)distance;
@@ -373,12 +367,16 @@ __device__ __forceinline__ float value_scale_of(const PagedAttentionParams& p, i
 
 // Where a token's key and value lie: elements from the start of the cache, for KV head 0. An id that is no block's leads
 // to block 0, which may be read, and clears `known`.
-__device__ __forceinline__ long long row_of(const PagedAttentionParams& p, int request, int token, bool& known) {
-    const int block_id = ldg(p.block_table + (long long)request * p.block_table_stride + (token >> p.block_size_log2));
+__device__ __forceinline__ long long row_in_block(const PagedAttentionParams& p, int block_id, int token, bool& known) {
     const bool inside = (unsigned)block_id < (unsigned)p.num_blocks;
     known = known && inside;
     const int slot = token & ((1 << p.block_size_log2) - 1);
     return (inside ? block_id : 0) * p.cache_stride_block + slot * p.cache_stride_token;
+}
+
+__device__ __forceinline__ long long row_of(const PagedAttentionParams& p, int request, int token, bool& known) {
+    const int* table = p.block_table + (long long)request * p.block_table_stride;
+    return row_in_block(p, ldg(table + (token >> p.block_size_log2)), token, known);
 }
 
 __device__ __forceinline__ float natural_lse(float maximum, float sum) {
@@ -420,7 +418,8 @@ __device__ __forceinline__ void naive_attention(const PagedAttentionParams& p) {
     const T* query = (const T*)p.query + request * p.query_stride_request + head * p.query_stride_head;
     const KV* keys = (const KV*)p.key_cache + kv_head * p.cache_stride_head;
     const KV* values = (const KV*)p.value_cache + kv_head * p.cache_stride_head;
-    const Scoring<O> scoring(p, head, kv_head);
+    const Scoring<O> scoring(p, kv_head);
+    const float slope = scoring.slope(p, head);
 
     bool known = true;
     float maximum = NO_SCORE;
@@ -428,7 +427,7 @@ __device__ __forceinline__ void naive_attention(const PagedAttentionParams& p) {
         const KV* key = keys + row_of(p, request, t, known);
         float product = 0.0f;
         for (int d = 0; d < HEAD_DIM; d++) product += to_float(ldg(query + d)) * to_float(ldg(key + d));
-        const float score = scoring(product, t + 1 - context);
+        const float score = scoring(product, t + 1 - context, slope);
         scores[t - begin] = score;
         maximum = fmaxf(maximum, score);
     }
@@ -455,6 +454,663 @@ __device__ __forceinline__ void naive_attention(const PagedAttentionParams& p) {
     }
     if (p.lse != nullptr && threadIdx.x == 0) stg(p.lse + row, natural_lse(maximum, sum));
 }
+
+// ---------------------------------------------------------------------------------------------------------------------
+// What split and mma share: work items, row decoding, and putting the warps of a block together.
+// ---------------------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ WorkItem work_item_of(const PagedAttentionParams& p) {
+    const WorkItem* item = p.work_items + blockIdx.x;
+    return {ldg(&item->request), ldg(&item->first_head), ldg(&item->num_heads),
+            ldg(&item->begin),   ldg(&item->end),        ldg(&item->partial)};
+}
+
+// What a decoded element is multiplied by to be the stored value.
+template <class KV>
+__device__ constexpr float unit_of() {
+    return sizeof(KV) == 1 ? E4M3_UNIT : 1.0f;
+}
+
+__device__ __forceinline__ void decode_word(float, unsigned word, float* out) { out[0] = __uint_as_float(word); }
+__device__ __forceinline__ void decode_word(BFloat16, unsigned word, float* out) {
+    out[0] = __uint_as_float(word << 16);
+    out[1] = __uint_as_float(word & 0xffff0000u);
+}
+__device__ __forceinline__ void decode_word(Half, unsigned word, float* out) {
+    out[0] = half_to_float((unsigned short)word);
+    out[1] = half_to_float((unsigned short)(word >> 16));
+}
+__device__ __forceinline__ void decode_word(E4m3, unsigned word, float* out) {
+    constexpr int SECOND = KV_E4M3_CVT ? 1 : 2;  // the element beside the first in halves[0]
+    unsigned halves[2];
+    e4m3x4_to_half2x2(word, halves);
+    decode_word(Half{}, halves[0], out);
+    const float beside = out[1];
+    decode_word(Half{}, halves[1], out + 2);
+    if (SECOND == 2) {
+        out[1] = out[2];
+        out[2] = beside;
+    }
+}
+
+template <class KV>
+__device__ __forceinline__ void decode(uint4 vector, float* out) {
+    constexpr int PER_WORD = 4 / sizeof(KV);
+    decode_word(KV{}, vector.x, out);
+    decode_word(KV{}, vector.y, out + PER_WORD);
+    decode_word(KV{}, vector.z, out + 2 * PER_WORD);
+    decode_word(KV{}, vector.w, out + 3 * PER_WORD);
+}
+
+// Results of PARTS parts of a block's warps for HEADS heads, in shared memory: weighted values, maximum (base 2), sum.
+template <int HEAD_DIM, int HEADS, int PARTS>
+struct BlockResults {
+    float values[PARTS][HEADS][HEAD_DIM];
+    float maximum[PARTS][HEADS];
+    float sum[PARTS][HEADS];
+};
+
+// Puts the parts together and writes the item's heads: to the output, or as partial results for merge_partials.
+template <class T, int HEAD_DIM, int HEADS, int PARTS>
+__device__ __forceinline__ void write_results(
+    const PagedAttentionParams& p, const WorkItem& item, float value_scale,
+    const BlockResults<HEAD_DIM, HEADS, PARTS>& results
+) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < item.num_heads * HEAD_DIM; i += THREADS) {
+        const int h = i / HEAD_DIM, d = i % HEAD_DIM;
+        float maximum = NO_SCORE;
+        for (int part = 0; part < PARTS; part++) maximum = fmaxf(maximum, results.maximum[part][h]);
+        float output = 0.0f, sum = 0.0f;
+        for (int part = 0; part < PARTS; part++) {
+            const float weight = fast_exp2(results.maximum[part][h] - maximum);
+            output += weight * results.values[part][h][d];
+            sum += weight * results.sum[part][h];
+        }
+        output = sum == 0.0f ? 0.0f : output * (value_scale / sum);
+        if (item.partial < 0) {
+            const long long row = (long long)item.request * p.num_heads + item.first_head + h;
+            T stored;
+            from_float(output, stored);
+            stg((T*)p.output + row * HEAD_DIM + d, stored);
+            if (p.lse != nullptr && d == 0) stg(p.lse + row, natural_lse(maximum, sum));
+        } else {
+            const long long row = (long long)item.partial + h;
+            stg(p.partial_output + row * HEAD_DIM + d, output);
+            if (d == 0) stg(p.partial_lse + row, natural_lse(maximum, sum) * LOG2_E);
+        }
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// split: CUDA cores, a block of threads for each work item.
+//
+// LANES lanes hold one key, 16 bytes each (twice where a row is longer than 512 bytes); a warp takes KEYS x UNROLL tokens at
+// once and has all their loads in flight. Each group of lanes keeps its own running maximum, sum and output.
+// Shared memory: BlockResults<HEAD_DIM, HEADS, WARPS>.
+// ---------------------------------------------------------------------------------------------------------------------
+
+constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+
+template <class T, class KV, int HEAD_DIM, int HEADS, class O>
+struct Split {
+    static constexpr int ELEMENTS = 16 / sizeof(KV);
+    static constexpr int ROW_VECTORS = HEAD_DIM / ELEMENTS;
+    static constexpr int LANES = ROW_VECTORS > 32 ? 32 : next_power_of_two(ROW_VECTORS);
+    static constexpr int VECTORS = (ROW_VECTORS + LANES - 1) / LANES;
+    static constexpr int KEYS = 32 / LANES;
+    static constexpr int UNROLL = 4 / VECTORS;
+    static constexpr int WIDTH = VECTORS * ELEMENTS;  // elements of a row that a lane holds
+    static_assert(HEAD_DIM % ELEMENTS == 0, "rows are whole vectors");
+
+    float query[HEADS][WIDTH];
+    float output[HEADS][WIDTH];
+    float maximum[HEADS];
+    float sum[HEADS];
+    float slope[HEADS];
+    Scoring<O> scoring;
+
+    // The dimension at which a lane's v-th vector starts; HEAD_DIM or more for one that it does not have.
+    static __device__ __forceinline__ int dimension(int v) {
+        return (v * LANES + (int)(threadIdx.x % LANES)) * ELEMENTS;
+    }
+
+    __device__ __forceinline__ Split(const PagedAttentionParams& p, const WorkItem& item, int kv_head)
+        : scoring(p, kv_head) {
+        scoring.scale *= unit_of<KV>();
+        for (int h = 0; h < HEADS; h++) {
+            const bool there = h < item.num_heads;
+            const T* row = (const T*)p.query + item.request * p.query_stride_request +
+                           (item.first_head + h) * p.query_stride_head;
+            for (int v = 0; v < VECTORS; v++) {
+                for (int i = 0; i < (int)(ELEMENTS * sizeof(T)) / 16; i++) {
+                    uint4 part = make_uint4(0u, 0u, 0u, 0u);
+                    if (there && dimension(v) < HEAD_DIM) part = ldg128((const uint4*)(row + dimension(v)) + i);
+                    decode<T>(part, query[h] + v * ELEMENTS + i * 16 / sizeof(T));
+                }
+            }
+            for (int e = 0; e < WIDTH; e++) output[h][e] = 0.0f;
+            maximum[h] = NO_SCORE;
+            sum[h] = 0.0f;
+            slope[h] = there ? scoring.slope(p, item.first_head + h) : 0.0f;
+        }
+    }
+
+    // One key and value for each of UNROLL tokens; a token that is not `valid` weighs nothing.
+    __device__ __forceinline__ void attend(
+        const uint4 keys[UNROLL][VECTORS], const uint4 values[UNROLL][VECTORS], const bool valid[UNROLL],
+        const int distance[UNROLL]
+    ) {
+        float scores[UNROLL][HEADS];
+        for (int u = 0; u < UNROLL; u++) {
+            float key[WIDTH];
+            for (int v = 0; v < VECTORS; v++) decode<KV>(keys[u][v], key + v * ELEMENTS);
+            for (int h = 0; h < HEADS; h++) {
+                float product = 0.0f;
+                for (int e = 0; e < WIDTH; e++) product = fmaf(query[h][e], key[e], product);
+                for (int step = LANES / 2; step > 0; step /= 2) product += __shfl_xor_sync(ALL_LANES, product, step);
+                scores[u][h] = valid[u] ? scoring(product, distance[u], slope[h]) : MINUS_INFINITY;
+            }
+        }
+        for (int h = 0; h < HEADS; h++) {
+            float highest = maximum[h];
+            for (int u = 0; u < UNROLL; u++) highest = fmaxf(highest, scores[u][h]);
+            const float shrink = fast_exp2(maximum[h] - highest);
+            maximum[h] = highest;
+            sum[h] *= shrink;
+            for (int e = 0; e < WIDTH; e++) output[h][e] *= shrink;
+            for (int u = 0; u < UNROLL; u++) {
+                scores[u][h] = fast_exp2(scores[u][h] - highest);
+                sum[h] += scores[u][h];
+            }
+        }
+        for (int u = 0; u < UNROLL; u++) {
+            float value[WIDTH];
+            for (int v = 0; v < VECTORS; v++) decode<KV>(values[u][v], value + v * ELEMENTS);
+            for (int h = 0; h < HEADS; h++) {
+                for (int e = 0; e < WIDTH; e++) output[h][e] = fmaf(scores[u][h], value[e], output[h][e]);
+            }
+        }
+    }
+
+    // Puts the warp's groups of lanes together and leaves the result in shared memory.
+    __device__ __forceinline__ void finish(bool known, BlockResults<HEAD_DIM, HEADS, WARPS>& results) {
+        const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+        for (int h = 0; h < HEADS; h++) {
+            float highest = maximum[h];
+            for (int step = LANES; step < 32; step *= 2) {
+                highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, step));
+            }
+            const float shrink = fast_exp2(maximum[h] - highest);
+            float total = known ? sum[h] * shrink : __uint_as_float(0x7fffffffu);
+            for (int step = LANES; step < 32; step *= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+            for (int e = 0; e < WIDTH; e++) {
+                float out = output[h][e] * shrink;
+                for (int step = LANES; step < 32; step *= 2) out += __shfl_xor_sync(ALL_LANES, out, step);
+                const int d = dimension(e / ELEMENTS) + e % ELEMENTS;
+                if (lane < LANES && d < HEAD_DIM) results.values[warp][h][d] = out;
+            }
+            if (lane == 0) {
+                results.maximum[warp][h] = highest;
+                results.sum[warp][h] = total;
+            }
+        }
+    }
+};
+
+template <class T, class KV, int HEAD_DIM, int HEADS, class O>
+__device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
+    using Warp = Split<T, KV, HEAD_DIM, HEADS, O>;
+    using Results = BlockResults<HEAD_DIM, HEADS, WARPS>;
+    KV_SHARED(Results, results);
+    const WorkItem item = work_item_of(p);
+    const int kv_head = item.first_head / (p.num_heads / p.num_kv_heads);
+    const int context = O::ALIBI ? ldg(p.context_lens + item.request) : 0;
+    const KV* keys = (const KV*)p.key_cache + kv_head * p.cache_stride_head;
+    const KV* values = (const KV*)p.value_cache + kv_head * p.cache_stride_head;
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    constexpr int TOKENS = Warp::KEYS * Warp::UNROLL;
+
+    Warp state(p, item, kv_head);
+    bool known = true;
+    for (int base = item.begin + warp * TOKENS; base < item.end; base += WARPS * TOKENS) {
+        uint4 key[Warp::UNROLL][Warp::VECTORS], value[Warp::UNROLL][Warp::VECTORS];
+        bool valid[Warp::UNROLL];
+        int distance[Warp::UNROLL];
+        for (int u = 0; u < Warp::UNROLL; u++) {
+            const int token = base + u * Warp::KEYS + lane / Warp::LANES;
+            valid[u] = token < item.end;
+            distance[u] = token + 1 - context;
+            // Past the end the last token is read again: what lies there may be anything, NaN included.
+            const long long row = row_of(p, item.request, valid[u] ? token : item.end - 1, known);
+            for (int v = 0; v < Warp::VECTORS; v++) {
+                const int d = Warp::dimension(v);
+                key[u][v] = d < HEAD_DIM ? ldg128(keys + row + d) : make_uint4(0u, 0u, 0u, 0u);
+                value[u][v] = d < HEAD_DIM ? ldg128(values + row + d) : make_uint4(0u, 0u, 0u, 0u);
+            }
+        }
+        state.attend(key, value, valid, distance);
+    }
+    state.finish(known, *results);
+    write_results<T>(p, item, value_scale_of(p, kv_head) * unit_of<KV>(), *results);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+// mma: tensor cores, a block of threads for each work item; fp16, bf16 and e4m3 caches, sm_80 and newer.
+//
+// Sums over head_dim and over keys may be taken in any order, so the order is chosen in which the contiguous bytes that a
+// lane loads are its fragment: no shared memory and no exchange in the loop. With g = lane / 4 and q = lane % 4:
+//   scores = Q x K   16 heads are the rows, 8 tokens the columns. A lane loads 16 bytes of a token's key, token g of the 8,
+//                    at byte 64c + 16q; their words are the fragments of the steps, and the query is loaded in the
+//                    same order. Where there are only 8 heads, rows 8 to 15 are the same heads at the next step's
+//                    dimensions, and of the products with a step's words one half of the rows is of use.
+//   output = V x P   16 dimensions are the rows, 8 heads the columns. A lane loads 16 bytes of values 2q, 2q+1, 2q+8 and
+//                    2q+9 of 16 tokens at byte 128i + 16g and pairs the tokens by byte permutes: rows g and g + 8 of
+//                    tile j are elements 2j and 2j+1 of those 16 bytes.
+// The scores of 2 tokens that a lane gets, of head g and tokens 2q and 2q+1, are its fragment of P as they stand.
+//
+// K and V take turns in one set of registers, `ring`: where a piece of K has been used, the same piece of V of the same
+// tokens is asked for, and where that has been used, K of the warp's next tokens. So loads are always under way.
+//
+// Exponents refer to a value that follows the running maximum only once a score is larger by more than LAZY_LOG2, which
+// no format minds; outputs are then scaled in a branch that is rarely taken.
+// Shared memory, after the loop only: BlockResults<HEAD_DIM, HEADS, Mma<...>::KEY_WARPS>.
+// ---------------------------------------------------------------------------------------------------------------------
+
+#if defined(KV_EMULATED) || __CUDA_ARCH__ >= 800
+
+constexpr float LAZY_LOG2 = 8.0f;
+constexpr float LARGEST_HALF = 65504.0f;
+
+template <class T>
+struct IsBFloat16 {
+    static constexpr bool VALUE = false;
+};
+template <>
+struct IsBFloat16<BFloat16> {
+    static constexpr bool VALUE = true;
+};
+
+__device__ __forceinline__ long long shuffle_row(long long row, int lane) {
+    const unsigned low = __shfl_sync(ALL_LANES, (unsigned)row, lane);
+    const unsigned high = __shfl_sync(ALL_LANES, (unsigned)((unsigned long long)row >> 32), lane);
+    return (long long)((unsigned long long)high << 32 | low);
+}
+
+// Where a warp's tokens lie: lane l holds tokens l and l + 32 of those it takes at once. Ids of blocks are asked for one
+// turn before they are needed. Past the end the last token stands in: what lies there may be anything, NaN included.
+template <class KV, int LOOKUPS>
+struct TokenRows {
+    const int* table;
+    int last_token;
+    int block_ids[LOOKUPS];
+    long long bytes[LOOKUPS];
+    bool known = true;
+
+    __device__ __forceinline__ TokenRows(const PagedAttentionParams& p, const WorkItem& item)
+        : table(p.block_table + (long long)item.request * p.block_table_stride), last_token(item.end - 1) {}
+
+    __device__ __forceinline__ int token(int base, int i) const {
+        const int t = base + 32 * i + (int)(threadIdx.x % 32);
+        return t < last_token ? t : last_token;
+    }
+
+    __device__ __forceinline__ void ask(const PagedAttentionParams& p, int base) {
+        for (int i = 0; i < LOOKUPS; i++) block_ids[i] = ldg(table + (token(base, i) >> p.block_size_log2));
+    }
+
+    __device__ __forceinline__ void resolve(const PagedAttentionParams& p, int base) {
+        for (int i = 0; i < LOOKUPS; i++) {
+            bytes[i] = row_in_block(p, block_ids[i], token(base, i), known) * (long long)sizeof(KV);
+        }
+    }
+
+    // Byte offset of the warp's j-th token.
+    __device__ __forceinline__ long long of(int j) const { return shuffle_row(bytes[j / 32], j % 32); }
+};
+
+template <class T, class KV, int HEAD_DIM, int HEADS, class O>
+struct Mma {
+    static constexpr bool FP8 = sizeof(KV) == 1;
+    static constexpr bool BF16 = IsBFloat16<KV>::VALUE;
+    static constexpr int ROW_BYTES = HEAD_DIM * sizeof(KV);
+    // Tiles of 8 heads. Two warps share 16 heads of a long row, so that outputs fit in registers.
+    static constexpr int TILES = HEADS == 16 && HEAD_DIM <= 128 ? 2 : 1;
+    static constexpr int KEY_WARPS = WARPS * TILES * 8 / HEADS;
+    // A warp takes GROUPS x 16 tokens at once: 64 registers of loads, less for short rows.
+    static constexpr int GROUPS = ROW_BYTES > 256 ? 1 : ROW_BYTES > 128 ? 2 : 4;
+    static constexpr int TOKENS = 16 * GROUPS;
+    static constexpr int LOOKUPS = (TOKENS + 31) / 32;
+    // A row in pieces: of a piece a lane loads VALUE_BYTES of each of 4 values, or 16 bytes of CHUNKS x 2 keys.
+    static constexpr int PIECE_BYTES = ROW_BYTES % 128 == 0 ? 128 : 64;
+    static constexpr int PIECES = ROW_BYTES / PIECE_BYTES;
+    static constexpr int CHUNKS = PIECE_BYTES / 64;
+    static constexpr int VALUE_BYTES = PIECE_BYTES / 8;
+    static constexpr int WORDS = PIECE_BYTES / 8;
+    static constexpr int STEPS = FP8 ? 4 : 2;                         // of 16 dimensions in 16 bytes x 4 lanes
+    static constexpr int VALUE_ELEMENTS = VALUE_BYTES / sizeof(KV);
+    static constexpr int VALUE_TILES = VALUE_ELEMENTS / 2;            // of 16 dimensions in a piece
+    static_assert(ROW_BYTES % PIECE_BYTES == 0 && (HEADS == 8 || HEADS == 16), "whole pieces, whole tiles");
+    static_assert(FP8 ? sizeof(T) == 2 : IsBFloat16<T>::VALUE == BF16 && sizeof(T) == 2, "16-bit queries");
+
+    // Of rows g and g + 8: two tiles of heads, or one tile at two steps.
+    unsigned query[PIECES * CHUNKS][STEPS * TILES / 2][4];
+    unsigned ring[GROUPS][PIECES][WORDS];
+    float scores[GROUPS][2][TILES][2];        // of 8 tokens: head g of each tile, tokens 2q, 2q+1; in log2
+    unsigned weights[GROUPS][TILES][2];
+    float output[PIECES][VALUE_TILES][TILES][4];  // (elements 2j, heads 2q, 2q+1), (2j+1, same)
+    float reference[TILES];      // of head g of each tile
+    float sum[TILES];            // over this lane's tokens
+    float slope[TILES];
+    Scoring<O> scoring;
+
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int g() { return lane() / 4; }
+    static __device__ __forceinline__ int q() { return lane() % 4; }
+    static __device__ __forceinline__ int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
+    static __device__ __forceinline__ int first_tile() { return threadIdx.x / 32 / KEY_WARPS * TILES; }
+
+    static __device__ __forceinline__ void mma(float d[4], const unsigned a[4], const unsigned b[2]) {
+        if constexpr (BF16) {
+            mma_m16n8k16_bf16(d, a, b);
+        } else {
+            mma_m16n8k16_f16(d, a, b);
+        }
+    }
+
+    static __device__ __forceinline__ void clear(float d[4]) { d[0] = d[1] = d[2] = d[3] = 0.0f; }
+
+    static __device__ __forceinline__ unsigned pack(float low, float high) {
+        return BF16 ? pack_bfloat16(low, high) : pack_half(low, high);
+    }
+
+    __device__ __forceinline__ void load_query(const PagedAttentionParams& p, const WorkItem& item, int tile) {
+        const int h = (first_tile() + tile) * 8 + g();
+        const T* row = (const T*)p.query + item.request * p.query_stride_request +
+                       (item.first_head + h) * p.query_stride_head;
+        for (int c = 0; c < PIECES * CHUNKS; c++) {
+            for (int i = 0; i < STEPS / 2; i++) {
+                uint4 part = make_uint4(0u, 0u, 0u, 0u);
+                if (h < item.num_heads) part = ldg128(row + (4 * c + q()) * 4 * STEPS + 8 * i);
+                unsigned pairs[4] = {part.x, part.y, part.z, part.w};
+                if constexpr (FP8) {  // As fp16, and paired as the cache's elements are.
+                    constexpr int BESIDE = KV_E4M3_CVT ? 1 : 2, OTHER = 3 - BESIDE;
+                    float x[8];
+                    decode<T>(part, x);
+                    for (int e = 0; e < 8; e++) x[e] = fminf(fmaxf(x[e], -LARGEST_HALF), LARGEST_HALF);
+                    for (int word = 0; word < 2; word++) {
+                        pairs[2 * word] = pack_half(x[4 * word], x[4 * word + BESIDE]);
+                        pairs[2 * word + 1] = pack_half(x[4 * word + OTHER], x[4 * word + 3]);
+                    }
+                }
+                for (int half = 0; half < 2; half++) {
+                    const int step = 2 * i + half, row = TILES == 1 ? half : tile;
+                    query[c][step * TILES / 2][row] = pairs[2 * half];
+                    query[c][step * TILES / 2][row + 2] = pairs[2 * half + 1];
+                }
+            }
+        }
+    }
+
+    __device__ __forceinline__ Mma(const PagedAttentionParams& p, const WorkItem& item, int kv_head)
+        : scoring(p, kv_head) {
+        scoring.scale *= unit_of<KV>();
+        for (int tile = 0; tile < TILES; tile++) {
+            const int h = (first_tile() + tile) * 8 + g();
+            load_query(p, item, tile);
+            reference[tile] = NO_SCORE;
+            sum[tile] = 0.0f;
+            slope[tile] = h < item.num_heads ? scoring.slope(p, item.first_head + h) : 0.0f;
+            for (int piece = 0; piece < PIECES; piece++) {
+                for (int j = 0; j < VALUE_TILES; j++) clear(output[piece][j][tile]);
+            }
+        }
+    }
+
+    // 16 bytes of keys g and g + 8 of a group, for each chunk of a piece.
+    __device__ __forceinline__ void load_keys(const char* const keys[2], int group, int piece) {
+        for (int c = 0; c < CHUNKS; c++) {
+            for (int i = 0; i < 2; i++) {
+                const uint4 v = ldg128(keys[i] + piece * PIECE_BYTES + c * 64);
+                unsigned* words = ring[group][piece] + (2 * c + i) * 4;
+                words[0] = v.x;
+                words[1] = v.y;
+                words[2] = v.z;
+                words[3] = v.w;
+            }
+        }
+    }
+
+    // VALUE_BYTES of values 2q, 2q+1, 2q+8, 2q+9 of a group.
+    __device__ __forceinline__ void load_values(const char* const values[4], int group, int piece) {
+        for (int i = 0; i < 4; i++) {
+            unsigned* words = ring[group][piece] + i * (VALUE_BYTES / 4);
+            if constexpr (VALUE_BYTES == 16) {
+                const uint4 v = ldg128(values[i] + piece * PIECE_BYTES);
+                words[0] = v.x;
+                words[1] = v.y;
+                words[2] = v.z;
+                words[3] = v.w;
+            } else {
+                const uint2 v = ldg((const uint2*)(values[i] + piece * PIECE_BYTES));
+                words[0] = v.x;
+                words[1] = v.y;
+            }
+        }
+    }
+
+    // Of 8 tokens: (row g, tokens 2q, 2q+1), (row g+8, same).
+    using Products = float[2][2 / TILES][4];
+
+    // Products of a piece of the keys of a group with the queries, added up.
+    __device__ __forceinline__ void multiply_keys(Products& products, int group, int piece) {
+        for (int c = 0; c < CHUNKS; c++) {
+            for (int step = 0; step < STEPS; step++) {
+                for (int i = 0; i < 2; i++) {
+                    const unsigned* words = ring[group][piece] + (2 * c + i) * 4;
+                    unsigned b[2];
+                    if constexpr (FP8) {
+                        e4m3x4_to_half2x2(words[step], b);
+                    } else {
+                        b[0] = words[2 * step];
+                        b[1] = words[2 * step + 1];
+                    }
+                    mma(products[i][TILES == 1 ? step % 2 : 0], query[piece * CHUNKS + c][step * TILES / 2], b);
+                }
+            }
+        }
+    }
+
+    // Products of a piece of the values of a group with the weights, added to the output.
+    __device__ __forceinline__ void multiply_values(int group, int piece) {
+        constexpr int PER_VALUE = VALUE_BYTES / 4;
+        const unsigned* words = ring[group][piece];
+        for (int w = 0; w < PER_VALUE; w++) {
+            const unsigned v0 = words[w], v1 = words[PER_VALUE + w];
+            const unsigned v8 = words[2 * PER_VALUE + w], v9 = words[3 * PER_VALUE + w];
+            if constexpr (FP8) {
+                // Two elements of two tokens, in the order that makes one pair of tokens of each element.
+                constexpr unsigned FIRST = KV_E4M3_CVT ? 0x5140u : 0x5410u, SECOND = KV_E4M3_CVT ? 0x7362u : 0x7632u;
+                for (int i = 0; i < 2; i++) {
+                    unsigned near[2], far[2];
+                    e4m3x4_to_half2x2(__byte_perm(v0, v1, i == 0 ? FIRST : SECOND), near);
+                    e4m3x4_to_half2x2(__byte_perm(v8, v9, i == 0 ? FIRST : SECOND), far);
+                    const unsigned a[4] = {near[0], near[1], far[0], far[1]};
+                    for (int tile = 0; tile < TILES; tile++) {
+                        mma(output[piece][2 * w + i][tile], a, weights[group][tile]);
+                    }
+                }
+            } else {
+                const unsigned a[4] = {
+                    __byte_perm(v0, v1, 0x5410u), __byte_perm(v0, v1, 0x7632u),
+                    __byte_perm(v8, v9, 0x5410u), __byte_perm(v8, v9, 0x7632u)
+                };
+                for (int tile = 0; tile < TILES; tile++) mma(output[piece][w][tile], a, weights[group][tile]);
+            }
+        }
+    }
+
+    using Rows = TokenRows<KV, LOOKUPS>;
+
+    __device__ __forceinline__ void load_keys(const char* keys, const Rows& rows, int group) {
+        const char* const at[2] = {keys + rows.of(16 * group + g()), keys + rows.of(16 * group + g() + 8)};
+        for (int piece = 0; piece < PIECES; piece++) load_keys(at, group, piece);
+    }
+
+    // Scores of a group; its values take the place of its keys.
+    __device__ __forceinline__ void use_keys(const char* values, const Rows& rows, int group) {
+        const int first = 16 * group + 2 * q();
+        const char* const at[4] = {values + rows.of(first), values + rows.of(first + 1), values + rows.of(first + 8),
+                                   values + rows.of(first + 9)};
+        Products products;
+        for (int i = 0; i < 2; i++) {
+            for (int set = 0; set < 2 / TILES; set++) clear(products[i][set]);
+        }
+        for (int piece = 0; piece < PIECES; piece++) {
+            multiply_keys(products, group, piece);
+            load_values(at, group, piece);
+        }
+        for (int i = 0; i < 2; i++) {
+            for (int next = 0; next < 2; next++) {
+                scores[group][i][0][next] = products[i][0][next];
+                if constexpr (TILES == 1) {
+                    scores[group][i][0][next] += products[i][1][2 + next];
+                } else {
+                    scores[group][i][1][next] = products[i][0][2 + next];
+                }
+            }
+        }
+    }
+
+    // Output of a group; if there are more tokens, their keys take the place of its values.
+    __device__ __forceinline__ void use_values(const char* keys, const Rows& rows, int group, bool more) {
+        const char* at[2] = {keys, keys};
+        if (more) {
+            at[0] += rows.of(16 * group + g());
+            at[1] += rows.of(16 * group + g() + 8);
+        }
+        for (int piece = 0; piece < PIECES; piece++) {
+            multiply_values(group, piece);
+            if (more) load_keys(at, group, piece);
+        }
+    }
+
+    // Moves the reference of the exponents to the maximum of each head over the warp's tokens.
+    __device__ __forceinline__ void follow_maximum() {
+        for (int tile = 0; tile < TILES; tile++) {
+            float highest = reference[tile];
+            for (int group = 0; group < GROUPS; group++) {
+                for (int i = 0; i < 2; i++) {
+                    highest = fmaxf(highest, fmaxf(scores[group][i][tile][0], scores[group][i][tile][1]));
+                }
+            }
+            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
+            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
+            const float shrink = fast_exp2(reference[tile] - highest);
+            reference[tile] = highest;
+            sum[tile] *= shrink;
+            // The outputs here are of heads 2q and 2q + 1, whose lanes have other q.
+            for (int i = 0; i < 2; i++) {
+                const float factor = __shfl_sync(ALL_LANES, shrink, 4 * (2 * q() + i));
+                for (int piece = 0; piece < PIECES; piece++) {
+                    for (int j = 0; j < VALUE_TILES; j++) {
+                        output[piece][j][tile][i] *= factor;
+                        output[piece][j][tile][i + 2] *= factor;
+                    }
+                }
+            }
+        }
+    }
+
+    // From products to weights of the tokens base <= t < end; `distance` is base + 1 - context.
+    __device__ __forceinline__ void weigh(int base, int end, int distance) {
+        bool risen = false;
+        for (int group = 0; group < GROUPS; group++) {
+            for (int i = 0; i < 4 * TILES; i++) {
+                const int eight = i / (2 * TILES), tile = i / 2 % TILES, next = i % 2;
+                const int token = 16 * group + 8 * eight + 2 * q() + next;
+                float& score = scores[group][eight][tile][next];
+                score = scoring(score, distance + token, slope[tile]);
+                if (base + token >= end) score = MINUS_INFINITY;
+                risen = risen || score > reference[tile] + LAZY_LOG2;
+            }
+        }
+        if (__any_sync(ALL_LANES, risen)) follow_maximum();
+        for (int group = 0; group < GROUPS; group++) {
+            for (int i = 0; i < 2 * TILES; i++) {
+                const int eight = i / TILES, tile = i % TILES;
+                const float weight = fast_exp2(scores[group][eight][tile][0] - reference[tile]);
+                const float next = fast_exp2(scores[group][eight][tile][1] - reference[tile]);
+                sum[tile] += weight + next;
+                weights[group][tile][eight] = pack(weight, next);
+            }
+        }
+    }
+
+    // Leaves the warp's results in shared memory.
+    __device__ __forceinline__ void finish(bool known, BlockResults<HEAD_DIM, HEADS, KEY_WARPS>& results) {
+        const bool all_known = !__any_sync(ALL_LANES, !known);
+        for (int tile = 0; tile < TILES; tile++) {
+            float total = all_known ? sum[tile] : __uint_as_float(0x7fffffffu);
+            total += __shfl_xor_sync(ALL_LANES, total, 1);
+            total += __shfl_xor_sync(ALL_LANES, total, 2);
+            const int first = (first_tile() + tile) * 8;
+            if (q() == 0) {
+                results.maximum[key_warp()][first + g()] = reference[tile];
+                results.sum[key_warp()][first + g()] = total;
+            }
+            for (int piece = 0; piece < PIECES; piece++) {
+                for (int j = 0; j < VALUE_TILES; j++) {
+                    const int d = (8 * piece + g()) * VALUE_ELEMENTS + 2 * j;
+                    for (int i = 0; i < 4; i++) {
+                        results.values[key_warp()][first + 2 * q() + i % 2][d + i / 2] = output[piece][j][tile][i];
+                    }
+                }
+            }
+        }
+    }
+};
+
+template <class T, class KV, int HEAD_DIM, int HEADS, class O>
+__device__ __forceinline__ void mma_attention(const PagedAttentionParams& p) {
+    using Warp = Mma<T, KV, HEAD_DIM, HEADS, O>;
+    using Results = BlockResults<HEAD_DIM, HEADS, Warp::KEY_WARPS>;
+    constexpr int STRIDE = Warp::TOKENS * Warp::KEY_WARPS;
+    KV_SHARED(Results, results);
+    const WorkItem item = work_item_of(p);
+    const int kv_head = item.first_head / (p.num_heads / p.num_kv_heads);
+    const int context = O::ALIBI ? ldg(p.context_lens + item.request) : 0;
+    const long long head_bytes = kv_head * p.cache_stride_head * (long long)sizeof(KV);
+    const char* keys = (const char*)p.key_cache + head_bytes + 16 * Warp::q();
+    const char* values = (const char*)p.value_cache + head_bytes + Warp::VALUE_BYTES * Warp::g();
+
+    Warp state(p, item, kv_head);
+    TokenRows<KV, Warp::LOOKUPS> rows(p, item);
+    int base = item.begin + Warp::key_warp() * Warp::TOKENS;
+    bool more = base < item.end;
+    if (more) {
+        rows.ask(p, base);
+        rows.resolve(p, base);
+        rows.ask(p, base + STRIDE);
+        for (int group = 0; group < Warp::GROUPS; group++) state.load_keys(keys, rows, group);
+    }
+    while (more) {
+        for (int group = 0; group < Warp::GROUPS; group++) state.use_keys(values, rows, group);
+        const int distance = base + 1 - context;
+        state.weigh(base, item.end, distance);
+        base += STRIDE;
+        more = base < item.end;
+        if (more) {
+            rows.resolve(p, base);
+            rows.ask(p, base + STRIDE);
+        }
+        for (int group = 0; group < Warp::GROUPS; group++) state.use_values(keys, rows, group, more);
+    }
+    state.finish(rows.known, *results);
+    write_results<T>(p, item, value_scale_of(p, kv_head) * unit_of<KV>(), *results);
+}
+
+#endif
 
 // ---------------------------------------------------------------------------------------------------------------------
 // merge: a block of threads for each (query head, split request) = (blockIdx.x, blockIdx.y).
