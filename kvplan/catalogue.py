@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kvplan.core.gpu import Gpu
+from kvplan.core.gpu import Gpu, Kernels
 from kvplan.errors import InputError, unknown_name
 from kvplan.safe_yaml import Node, parse_yaml, read_yaml
 
@@ -113,9 +113,9 @@ _GPU_NUMBERS = (
     "num_sms",
     "tdp_w",
 )
-_GPU_TEXTS = ("vendor", "architecture", "memory_source", "compute_capability", "source")
+_GPU_TEXTS = ("vendor", "architecture", "memory_source", "compute_capability", "source", "kernels_like")
 _GPU_LISTS = ("aliases", "unverified")
-_GPU_FIELDS = frozenset((*_GPU_NUMBERS, *_GPU_TEXTS, *_GPU_LISTS))
+_GPU_FIELDS = frozenset((*_GPU_NUMBERS, *_GPU_TEXTS, *_GPU_LISTS, "kernels"))
 _MAX_GPU_NUMBER = 10**18
 
 
@@ -176,7 +176,28 @@ def gpu_from_entry(entry: Entry) -> Gpu:
         source=required("source"),
         aliases=texts("aliases"),
         unverified=texts("unverified"),
+        kernels=None if values.get("kernels") is None else _kernels(values["kernels"], lines, entry),
+        kernels_like=text("kernels_like"),
     )
+
+
+def _kernels(block: object, lines: Mapping[str, int], entry: Entry) -> Kernels:
+    """What kernels reached. Raises `InputError`."""
+    place = f'{entry.file}:{lines["kernels"]}, GPU "{entry.name}"'
+    if not isinstance(block, dict) or not isinstance(block.get("source"), str):
+        raise InputError(
+            "kernels is no mapping with a source", where=place, hint="say where the figures are from"
+        )
+    for name, value in block.items():
+        if name not in Kernels._fields:
+            raise unknown_name("field of kernels", str(name), Kernels._fields, where=place)
+        if name != "source" and (type(value) is not float or not 0 < value <= 2):
+            raise InputError(
+                f'{name} is "{value}", no share or seconds',
+                where=place,
+                hint="write a number above 0, such as 0.8 or 4.0e-6",
+            )
+    return Kernels(**block)
 
 
 def find_entry(name: str, entries: Sequence[Entry]) -> Entry | None:

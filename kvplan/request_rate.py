@@ -43,7 +43,7 @@ def offered(
         gap = 1 / (Fraction(repr(rate)) * seconds_per_tick)
         return at_rate(trace, gap, options.burstiness or 1.0, options.seed or 0)
     if clients is not None:
-        return (request._replace(arrival=0) for request in trace)
+        return (request.sent_at(0) for request in trace)
     return trace
 
 
@@ -60,4 +60,4 @@ def at_rate(requests: Iterable[Request], gap: Fraction, burstiness: float, seed:
     arrival = 0.0
     for request in requests:
         arrival += mean if burstiness == inf else draw.gammavariate(burstiness, mean / burstiness)
-        yield request._replace(arrival=round(arrival))
+        yield request.sent_at(round(arrival))

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
-from kvplan.core.engine import Policy, SchedulerConfig
+from kvplan.core.engine import GroupSpec, Policy, SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.request import Request
@@ -142,6 +142,13 @@ class RunningEngine(TurningEngine, Protocol):
         """Of every live request: id, tokens so far, prompt included, and the most of them that ever had KV."""
 
 
+def has_fast_path(config: EngineConfig) -> bool:
+    """Whether these settings can be run without visiting everything in each step."""
+    if not isinstance(config, SchedulerConfig):
+        return True
+    return config.groups == (GroupSpec(),) and config.queue_size == 1 and config.speculative is None
+
+
 def make_engine(config: EngineConfig, path: EnginePath) -> RunningEngine:
     """The engine of these settings; the plain path visits everything in each step."""
     watched = path == "plain"
@@ -201,6 +208,10 @@ def _scheduler_config(
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
         policy=cast("Policy", policy),
+        groups=scenario.groups if scenario is not None else (GroupSpec(),),
+        async_scheduling=resolver.choose("async_scheduling", False, default),
+        pipeline_parallel_size=resolver.choose("pipeline_parallel_size", 1, default),
+        speculative=scenario.speculative if scenario is not None else None,
     )
     without_flag = (
         "watermark",

@@ -20,9 +20,10 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
 
-from kvplan.core.engine import SchedulerConfig, quoted
+from kvplan.core.drafts import METHODS, Drafting
+from kvplan.core.engine import GroupKind, GroupSpec, SchedulerConfig, StateMode, quoted
 from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name, unreadable
@@ -33,6 +34,9 @@ FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 _MAX_TOKENS = 10**9
 _MAX_BLOCKS = 10**8
 _MAX_ARRIVAL_S = 10**10
+_MAX_GROUPS = 1024
+_MAX_DRAFTS = 10**4
+_MAX_STAGES = 10**4
 
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 _KVPLAN_KEYS = frozenset(
@@ -664,27 +668,13 @@ def _read_scenario(lines: _Lines) -> Trace:
     return Trace(lines.name, "scenario", requests, step_numbered=True, scenario=config)
 
 
-#: Settings that this engine does not have yet, with the value that means "not used".
-_SCENARIO_LATER: Mapping[str, object] = {
-    "groups": [{"kind": "full"}],
-    "async_scheduling": False,
-    "pipeline_parallel_size": 1,
-    "speculative": None,
-}
-_SCENARIO_IGNORED = frozenset({"model_runner"})  # one stage: V1 and V2 plan the same
+_SCENARIO_IGNORED = frozenset({"model_runner"})  # V1 and V2 plan the same where both can
 
 
 def _scenario_config(config: object) -> SchedulerConfig:
     if not isinstance(config, dict):
         raise _BadLine("config is missing or no object", "give the settings of the engine")
     settings = dict(config)
-    for key, unused in _SCENARIO_LATER.items():
-        value = settings.pop(key, unused)
-        if value != unused:
-            raise _BadLine(
-                f"not yet supported: {key} {json.dumps(value)}",
-                "one full-attention group, synchronous, can be run",
-            )
     for key in _SCENARIO_IGNORED:
         settings.pop(key, None)
     known = set(SchedulerConfig.__dataclass_fields__)
@@ -698,6 +688,10 @@ def _scenario_config(config: object) -> SchedulerConfig:
             not isinstance(settings[key], kind) or (isinstance(settings[key], bool) and kind is not bool)
         ):
             raise _BadLine(f"config.{key} is {_shown(settings[key])}", "write a value of the right kind")
+    if "groups" in settings:
+        settings["groups"] = _scenario_groups(settings["groups"])
+    if "speculative" in settings:
+        settings["speculative"] = _scenario_drafting(settings["speculative"])
     try:
         parsed = SchedulerConfig(**settings)
     except TypeError as error:
@@ -720,6 +714,11 @@ def _scenario_config(config: object) -> SchedulerConfig:
         raise _BadLine(
             f"config.max_num_active_seqs is {parsed.max_num_active_seqs}", "write null or 1 and more"
         )
+    if not 0 < parsed.pipeline_parallel_size <= _MAX_STAGES:
+        raise _BadLine(
+            f"config.pipeline_parallel_size is {parsed.pipeline_parallel_size}",
+            f"write a number from 1 to {_MAX_STAGES:,}",
+        )
     if parsed.policy not in ("fcfs", "priority"):
         raise _BadLine(f"config.policy is {quoted(str(parsed.policy))}", "use fcfs or priority")
     return parsed
@@ -739,9 +738,68 @@ _SCENARIO_TYPES: Mapping[str, type | tuple[type, ...]] = {
     "watermark": (int, float),
     "scheduler_reserve_full_isl": bool,
     "max_num_active_seqs": (int, type(None)),
+    "groups": list,
+    "async_scheduling": bool,
+    "pipeline_parallel_size": int,
+    "speculative": (dict, type(None)),
 }
+
+
+def _scenario_groups(rows: list[object]) -> tuple[GroupSpec, ...]:
+    """The groups of a scenario: each a kind with what that kind has."""
+    if not 0 < len(rows) <= _MAX_GROUPS:
+        raise _BadLine(f"config.groups has {len(rows)} entries", f"give 1 to {_MAX_GROUPS}")
+    return tuple(map(_scenario_group, rows))
+
+
+def _scenario_group(row: object) -> GroupSpec:
+    kind = row.get("kind") if isinstance(row, dict) else None
+    if not isinstance(row, dict) or not isinstance(kind, str) or kind not in _GROUP_KEYS:
+        raise _BadLine(f"config.groups holds {_shown(row)}", f"kinds are {', '.join(_GROUP_KEYS)}")
+    required, optional = _GROUP_KEYS[kind]
+    if not required <= row.keys() <= {"kind", *required, *optional}:
+        takes = ", ".join(sorted({*required, *optional}))
+        raise _BadLine(f"config.groups holds {_shown(row)}", f"{kind} takes {takes}")
+
+    def number(key: str) -> int | None:
+        value = row.get(key)
+        if value is not None and not 0 < _whole(value, key) <= _MAX_TOKENS:
+            raise _BadLine(f"config.groups: {key} is {value}", "write a number above 0")
+        return value
+
+    block_size, window, chunk = number("block_size"), number("window") or 0, number("chunk") or 0
+    if window == 1:
+        raise _BadLine("config.groups: window is 1", "a window has 2 tokens or more")
+    if kind != "mamba":
+        return GroupSpec(cast("GroupKind", kind), block_size, window, chunk)
+    mode = row["mode"]
+    if mode not in ("none", "align"):
+        raise _BadLine(f"config.groups: mode is {_shown(mode)}", "use none or align")
+    return GroupSpec("state", block_size, mode=cast("StateMode", mode), checkpoint=number("checkpoint"))
+
+
+#: By kind of group: the keys that it must have, and those it may have.
+_GROUP_KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
+    "full": (frozenset(), frozenset({"block_size"})),
+    "sliding": (frozenset({"window"}), frozenset({"block_size"})),
+    "chunked": (frozenset({"chunk"}), frozenset({"block_size"})),
+    "mamba": (frozenset({"mode"}), frozenset({"block_size", "checkpoint"})),
+}
+
+
+def _scenario_drafting(row: dict[str, object] | None) -> Drafting | None:
+    if row is None:
+        return None
+    method, count = row.get("method"), _whole(row.get("k"), "config.speculative.k")
+    if not isinstance(method, str) or method not in METHODS or row.keys() != {"method", "k"}:
+        raise _BadLine(f"config.speculative is {_shown(row)}", f"give k and a method: {', '.join(METHODS)}")
+    if not 0 < count <= _MAX_DRAFTS:
+        raise _BadLine(f"config.speculative.k is {count}", f"write a number from 1 to {_MAX_DRAFTS:,}")
+    return Drafting(method, count)
+
+
 _SCENARIO_REQUEST_KEYS = frozenset(
-    {"id", "arrival_step", "prompt_tokens", "output_tokens", "priority", "content"}
+    {"id", "arrival_step", "prompt_tokens", "output_tokens", "priority", "content", "abort_step", "abort_mid"}
 )
 
 
@@ -763,12 +821,25 @@ def _scenario_request(row: object) -> Request:
         _tokens(row.get("output_tokens"), "output_tokens"),
         _whole(row.get("priority", 0), "priority"),
     )
+    if "abort_step" in row:
+        abort = _whole(row["abort_step"], "abort_step")
+        if not arrival <= abort <= _MAX_TOKENS:
+            raise _BadLine(f"abort_step is {abort}", "write a step from arrival_step on")
+        request = request._replace(abort=abort, abort_mid=_flag(row.get("abort_mid", False), "abort_mid"))
+    elif "abort_mid" in row:
+        raise _BadLine("abort_mid without abort_step", "say in which step")
     if "content" in row:
         return request._replace(content=_segments(row["content"], prompt))
     return request
 
 
 # Fields
+
+
+def _flag(value: object, field: str) -> bool:
+    if not isinstance(value, bool):
+        raise _BadLine(f"{field} is {_shown(value)}, not true or false")
+    return value
 
 
 def _parse_json(text: str) -> dict[str, object]:

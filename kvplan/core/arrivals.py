@@ -70,7 +70,7 @@ class ClosedLoop:
         self.upcoming = None
         if self._held is not None and (self._fresh or self._free):
             arrival = max(self._held.arrival, 0 if self._fresh else self._free[0])
-            self.upcoming = self._held._replace(arrival=arrival)
+            self.upcoming = self._held.sent_at(arrival)
             self.due = arrival + self._front_end
 
 

@@ -34,8 +34,10 @@ def join_segments(segments: Iterable[Segment]) -> Iterator[Segment]:
         yield current
 
 
-def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[BlockHash]:
+def block_hashes(segments: Iterable[Segment], block_size: int, after: int = 0) -> Iterator[BlockHash]:
     """The hash of each full block in turn, lazily; a tail that fills no block has none.
+
+    With ``after``, a hash also covers so many tokens behind its block, and there is one only if there are these.
 
     A hash covers the block and all before it, so equal hashes mean equal whole prefixes (vLLM 0.33,
     v1/core/kv_cache_utils.py ``hash_block_tokens``; here over segments, not token ids). 128 bits: two
@@ -43,7 +45,7 @@ def block_hashes(segments: Iterable[Segment], block_size: int) -> Iterator[Block
     """
     parent = b""
     pieces: list[str] = []
-    room = block_size
+    room = block_size + after
     for segment in join_segments(segments):
         # Lengths first and an end to each number: no name can imitate another, or several segments.
         label = f"{len(segment.stream)}:{segment.stream}@"

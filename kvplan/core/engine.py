@@ -2,6 +2,16 @@
 
 An engine has ``add(request)``, ``turn(max_steps)`` and ``is_idle``. It decides; it knows neither models nor
 time, which ``simulate`` brings.
+
+A turn is one call of the engine: it plans a batch and processes what the oldest planned one put out. Without a batch
+queue these are the same. With one (asynchronous scheduling, pipeline stages) the queue is the engine's own: a turn
+may plan and not process (``processed`` is False), process and not plan, and what it plans (``scheduled``, ``work``,
+``admitted``, ``preempted``) is of a later batch than what it puts out (``sampled``, ``finished``, drafts). Batches
+are processed in the order in which they were planned, so the loop, which knows when each ends, needs no numbers.
+
+An engine whose requests can be aborted also has ``abort(id)`` and ``turn(max_steps, wait)``: it calls ``wait(turn)``
+when it waits for the batch that it is about to process, after planning. It may be told of aborts between turns and in
+there.
 """
 
 from __future__ import annotations
@@ -13,10 +23,14 @@ from itertools import chain
 from json import dumps
 from typing import Generic, Literal, NamedTuple, TypeVar
 
+from kvplan.core.drafts import Drafting
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
 
 Policy = Literal["fcfs", "priority"]
+GroupKind = Literal["full", "sliding", "chunked", "state"]
+#: What a state group keeps: the running state only, or also states at block ends, which can be hit.
+StateMode = Literal["none", "align"]
 
 #: So often sequences may outgrow the pool, alone, without a token sampled in between: those who outgrow it never
 #: sample again, and what all others can still sample is bounded, so a run ends.
@@ -25,12 +39,28 @@ RESTARTS_TO_GIVE_UP = 4
 _LONGEST_NAME = 60
 
 
+class GroupSpec(NamedTuple):
+    """A group of layers that share a block table.
+
+    ``block_size`` is the group's own, None: as the engine's. ``window`` of a sliding group and ``chunk`` of a
+    chunked-local one are tokens. Of a state group (Mamba, linear attention) ``mode`` says what is kept; ``checkpoint``
+    is the alignment, in tokens, of a kernel that can store a state inside a step, None where it cannot.
+    """
+
+    kind: GroupKind = "full"
+    block_size: int | None = None
+    window: int = 0
+    chunk: int = 0
+    mode: StateMode = "none"
+    checkpoint: int | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
     ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
-    Defaults are vLLM 0.33's.
+    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool.
     """
 
     num_gpu_blocks: int
@@ -46,6 +76,20 @@ class SchedulerConfig:
     watermark: float = 0.0
     scheduler_reserve_full_isl: bool = True
     max_num_active_seqs: int | None = None
+    groups: tuple[GroupSpec, ...] = (GroupSpec(),)
+    async_scheduling: bool = False
+    pipeline_parallel_size: int = 1
+    speculative: Drafting | None = None
+
+    @property
+    def queue_size(self) -> int:
+        """Batches that may be planned and not processed; 1 is no queue (v1/engine/core.py, ``batch_queue_size``)."""
+        stages = self.pipeline_parallel_size
+        return stages + 1 if self.async_scheduling else stages
+
+    def block_size_of(self, group: GroupSpec) -> int:
+        """Tokens in a block of a group."""
+        return group.block_size or self.block_size
 
     @property
     def usable_blocks(self) -> int:
@@ -187,8 +231,16 @@ class StepWork:
     swapped_out_blocks: int = 0
     swapped_in_blocks: int = 0
 
+    @property
+    def moves_blocks(self) -> bool:
+        """Whether blocks are copied or swapped."""
+        return bool(self.copied_blocks or self.swapped_out_blocks or self.swapped_in_blocks)
+
 
 S = TypeVar("S", bound=Sequence)
+
+#: Of a live request: id, tokens so far, prompt included, and the most of them that ever had KV.
+Live = tuple[str, int, int]
 
 
 class Preemption(NamedTuple):
@@ -217,27 +269,44 @@ class Turn(Generic[S]):
     while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
     finished were freed.
 
+    ``new_blocks`` has, for each sequence whose block table changed, the blocks that it gained. With several groups
+    ``new_tables`` has all its tables instead.
+
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
     ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
     joined and left.
+
+    ``planned`` and ``processed`` say which halves of a call took place; all counts are as they would be if nothing had
+    been planned where it was not. ``keeps_going``: something else happened (an abort), or so few calls in a row did
+    nothing that the next may. Of ``sampled``, ``extra_tokens`` has those that put out more than one token and how many
+    more; ``drafts`` are the draft tokens among those scheduled, ``accepted_drafts`` and ``rejected_drafts`` what became
+    of those of the processed batch.
     """
 
     __slots__ = (
+        "accepted_drafts",
         "admitted",
         "cached_blocks",
         "decoders",
+        "drafts",
         "empty_slots",
         "evicted",
         "evicted_blocks",
+        "extra_tokens",
         "finished",
         "free_blocks",
         "free_blocks_end",
         "hole_slots",
+        "keeps_going",
         "new_blocks",
+        "new_tables",
+        "planned",
         "preempted",
         "preemptions",
         "prefix_hits",
+        "processed",
         "recomputed_tokens",
+        "rejected_drafts",
         "reserved_slots",
         "resumed",
         "running",
@@ -252,6 +321,8 @@ class Turn(Generic[S]):
     )
 
     def __init__(self) -> None:
+        self.planned = self.processed = True
+        self.keeps_going = False
         self.scheduled: list[tuple[S, int]] = []
         self.admitted: list[S] = []
         self.resumed: list[S] = []
@@ -260,12 +331,16 @@ class Turn(Generic[S]):
         self.prefix_hits: list[tuple[S, int]] = []
         self.sampled: list[S] = []
         self.finished: list[S] = []
+        self.drafts: dict[S, int] = {}
+        self.extra_tokens: dict[S, int] = {}
+        self.accepted_drafts = self.rejected_drafts = 0
         self.decoders = 0
         self.started_decoding: list[S] = []
         self.stopped_decoding: list[S] = []
         self.evicted = 0
         self.evicted_blocks: list[int] = []
         self.new_blocks: dict[S, list[int]] = {}
+        self.new_tables: dict[S, list[list[int]]] = {}
         self.work = StepWork()
         self.scheduled_tokens = 0
         self.recomputed_tokens = 0
@@ -282,7 +357,7 @@ class Turn(Generic[S]):
     @property
     def is_dead(self) -> bool:
         """Whether nothing was planned and nobody was preempted: nothing can move."""
-        return not self.scheduled and not self.decoders and not self.preempted
+        return not self.scheduled and not self.decoders and not self.preempted and not self.keeps_going
 
 
 @dataclass(slots=True)

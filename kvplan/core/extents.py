@@ -7,7 +7,7 @@ Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2)
 that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap
 (``copies``), the earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and
 only if it has parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted
-first.
+first; (7) a node with an owner has one part, nothing behind it, and is held by nobody but its owner.
 """
 
 from __future__ import annotations
@@ -16,19 +16,22 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from itertools import islice
 
-from kvplan.core.content import Piece, Run
+from kvplan.core.content import Piece, Run, content_runs
+from kvplan.core.request import Request
 
 
 class Node:
     """Content of a run behind a given prefix, as far as it is present; ``parts`` are its extents.
 
-    ``high`` is the end of what is present, ``copies`` how many blocks are there beyond one of each.
+    ``high`` is the end of what is present, ``copies`` how many blocks are there beyond one of each. With an ``owner``
+    it has all that this sequence has entered, over all its runs, until somebody else comes upon it.
     """
 
-    __slots__ = ("copies", "high", "key", "parts")
+    __slots__ = ("copies", "high", "key", "owner", "parts")
 
-    def __init__(self, key: NodeKey) -> None:
+    def __init__(self, key: NodeKey, owner: Holding | None = None) -> None:
         self.key = key
+        self.owner = owner
         self.parts: list[Extent] = []
         self.high = key[1]
         self.copies = 0
@@ -96,19 +99,52 @@ class Extent:
 
 
 class Holding:
-    """What one sequence holds: ``blocks`` in all, the first ``cached`` of them findable content."""
+    """What one sequence holds: ``blocks`` in all, the first ``cached`` of them findable content.
 
-    __slots__ = ("blocks", "cached", "nodes", "runs", "table")
+    A ``private`` prompt is a stream of its own, for which hardly ever anybody else asks.
+    """
 
-    def __init__(self) -> None:
-        #: Its content, prompt and answer.
-        self.runs: list[Run] = []
+    __slots__ = (
+        "_block_size",
+        "_first_key",
+        "_runs",
+        "blocks",
+        "cached",
+        "nodes",
+        "private",
+        "request",
+        "table",
+    )
+
+    def __init__(self, request: Request, block_size: int) -> None:
+        self.request = request
+        self.private = not request.content
         self.blocks = 0
         self.cached = 0
         #: Nodes of the runs that have begun.
         self.nodes: list[Node] = []
         #: Extents in order, each with the end up to which it and its ``rest`` are held.
         self.table: list[tuple[Extent, int]] = []
+        self._block_size = block_size
+        self._runs: list[Run] | None = None
+        self._first_key: NodeKey | None = None
+
+    @property
+    def runs(self) -> list[Run]:
+        """Its content, prompt and answer."""
+        if self._runs is None:
+            self._runs = content_runs(self.request.full_content(), self._block_size)
+        return self._runs
+
+    @property
+    def first_key(self) -> NodeKey:
+        """The key of its first run, for which a long private prompt needs no runs."""
+        if self._first_key is None:
+            if self.private and self.request.input_tokens >= self._block_size:
+                self._first_key = (None, 0, ((f"p:{self.request.id}", 0, self._block_size),))
+            else:
+                self._first_key = (None, 0, self.runs[0].key)
+        return self._first_key
 
 
 Hit = list[tuple[Node, int, int]]
@@ -162,17 +198,25 @@ class ExtentPool:
                 node.lose(end, size)
         return evict
 
-    def find(self, runs: list[Run], limit: int, before: Callable[[Run], None]) -> Hit:
+    def find(self, holding: Holding, limit: int, before: Callable[[Run], None]) -> Hit:
         """The longest present prefix of a content, at most ``limit`` blocks. ``before`` is told of each run."""
         hit: Hit = []
         parent: Node | None = None
-        for run in runs:
+        if holding.private and limit:
+            node = self.index.get(holding.first_key)
+            if node is None:
+                return hit
+            if node.owner is holding and node.high <= limit:
+                return [(node, 0, node.high)]
+        for run in holding.runs:
             if run.first >= limit:
                 break
             before(run)
             node = self.index.get((parent, run.first, run.key))
             if node is None:
                 break
+            if node.owner is not None:
+                self._take_apart(node, node.owner)
             high = min(run.end, node.high, limit)
             hit.append((node, run.first, high))
             if high < run.end:
@@ -212,6 +256,8 @@ class ExtentPool:
         It may be left out for what a decoder filled: nobody else grows its runs.
         """
         nodes, cached = holding.nodes, holding.cached
+        if cached < end and holding.private and self._publish_whole(holding, end):
+            return
         while cached < end:
             run = holding.runs[len(nodes) - 1] if nodes else None
             begins = run is None or cached == run.end
@@ -224,11 +270,49 @@ class ExtentPool:
                 found = self.index.get(key)
                 if found is None:
                     found = self.index[key] = Node(key)
+                elif found.owner is not None:
+                    self._take_apart(found, found.owner)
                 nodes.append(found)
             node = nodes[-1]
             high = run.end if run.end < end else end
             self._enter(holding, node, high)
             holding.cached = cached = high
+
+    def _publish_whole(self, holding: Holding, end: int) -> bool:
+        """`publish` for a private prompt that nobody else came upon, as one part of one node; False if somebody did."""
+        if holding.nodes:
+            node = holding.nodes[0]
+            if node.owner is None:
+                return False
+            extent = node.parts[0]
+            extent.high = node.high = holding.cached = end
+            holding.table[0] = (extent, end)
+            return True
+        key = holding.first_key
+        if key in self.index:
+            return False
+        node = self.index[key] = Node(key, holding)
+        extent = Extent(node, 0, end, 1)
+        node.parts.append(extent)
+        node.high = holding.cached = end
+        holding.nodes.append(node)
+        holding.table.append((extent, end))
+        return True
+
+    def _take_apart(self, node: Node, owner: Holding) -> None:
+        """Leave a node its first run; what its owner has entered behind that gets a node of its own."""
+        node.owner = None
+        end = owner.runs[0].end
+        if node.high <= end:
+            return
+        following = Node((node, end, owner.runs[1].key))
+        self.index[following.key] = following
+        extent = self._cut(node.parts[0], end)
+        extent.node = following
+        following.parts.append(node.parts.pop())
+        following.high, node.high = node.high, end
+        if owner.nodes:
+            owner.nodes.append(following)
 
     def release(self, holding: Holding) -> None:
         """Take a user from all that a sequence holds, last block first."""

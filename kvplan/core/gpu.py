@@ -20,13 +20,28 @@ _PCIE_BYTES_PER_S = {
 _PCIE_4_BYTES_PER_S = 32 * 10**9
 
 
+class Kernels(NamedTuple):
+    """What kernels reached on a GPU: shares of the datasheet's rates, seconds beside them; None: not measured.
+
+    `kvplan.core.step_constants.StepConstants` says what each is of.
+    """
+
+    source: str
+    weights_bandwidth_share: float | None = None
+    kv_bandwidth_share: float | None = None
+    gemm_flops_share: float | None = None
+    attention_flops_share: float | None = None
+    link_bandwidth_share: float | None = None
+    all_reduce_s: float | None = None
+    kernel_s: float | None = None
+
+
 class Gpu(NamedTuple):
     """One GPU. Unknown figures are None, never 0.
 
     ``memory_bytes`` is what the driver reports to a program, less than the ``marketed_gb`` (10^9
     bytes) on the box; ``memory_source`` says who reported it. ``flops_fp16`` and ``flops_fp8`` are the
     datasheet's dense tensor-core rates, without sparsity. ``interconnect_bytes_per_s`` counts both
-    directions together, as datasheets do. ``unverified`` names fields that no document was seen for.
     """
 
     name: str
@@ -45,6 +60,8 @@ class Gpu(NamedTuple):
     source: str
     aliases: tuple[str, ...] = ()
     unverified: tuple[str, ...] = ()
+    kernels: Kernels | None = None
+    kernels_like: str | None = None
 
     @property
     def host_bytes_per_s(self) -> int:
@@ -53,7 +70,12 @@ class Gpu(NamedTuple):
 
     def to_dict(self) -> dict[str, object]:
         """The JSON form."""
-        return {**self._asdict(), "aliases": list(self.aliases), "unverified": list(self.unverified)}
+        return {
+            **self._asdict(),
+            "aliases": list(self.aliases),
+            "unverified": list(self.unverified),
+            "kernels": None if self.kernels is None else self.kernels._asdict(),
+        }
 
 
 def capability(text: str | None) -> tuple[int, int] | None:

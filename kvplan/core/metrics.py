@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from kvplan.core.engine import DecodeRun, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Live, Sequence, Turn
 from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
@@ -36,6 +36,7 @@ class RequestRecord:
     first_token: int | None = None
     last_token: int | None = None
     finished: int | None = None
+    aborted: int | None = None
     output_tokens: int = 0
     hit_tokens: int = 0
     resumed_hit_tokens: int = 0
@@ -58,7 +59,10 @@ class Distribution:
 
 @dataclass(frozen=True, slots=True)
 class RequestCounts:
-    """How the requests ended. ``truncated`` ones finished at max_model_len, short of what they asked."""
+    """How the requests ended. ``truncated`` ones finished at max_model_len, short of what they asked.
+
+    Of ``aborted`` ones the client went away.
+    """
 
     total: int
     finished: int
@@ -66,6 +70,7 @@ class RequestCounts:
     unfinished: int
     truncated: int
     reject_reasons: dict[str, int]
+    aborted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +301,7 @@ class _Totals:
     finished: int = 0
     finished_samples: int = 0
     truncated: int = 0
+    aborted: int = 0
     unfinished: int = 0
     preempted: int = 0
     queried_tokens: int = 0
@@ -352,6 +358,8 @@ class Metrics:
         self.copied_blocks = 0
         self.swapped_out_blocks = 0
         self.swapped_in_blocks = 0
+        self.accepted_drafts = 0
+        self.rejected_drafts = 0
         self.peak_blocks = 0
         self._on_request = on_request
         self._preemptions = PreemptionLog()
@@ -392,8 +400,18 @@ class Metrics:
             return  # before the first arrival
         self._over_time.note_idle(start, end)
 
-    def fold(self, turn: Turn[Any], start: int, end: int) -> None:
-        """Note a step scheduled at ``start`` whose output is there at ``end``."""
+    def abort(self, row: Live, tick: int) -> None:
+        """Note that the client of a live request went away."""
+        record = self._end_early(row)
+        record.aborted = tick
+        self._totals.aborted += 1
+        self._tell(record)
+
+    def fold(self, turn: Turn[Any], start: int, end: int, planned_end: int | None = None) -> None:
+        """Note a step scheduled at ``start`` whose output is there at ``end``.
+
+        With a batch queue that output is of an earlier step; what was scheduled is computed at ``planned_end``.
+        """
         self.steps += 1
         self.scheduled_tokens += turn.scheduled_tokens
         self.recomputed_tokens += turn.recomputed_tokens
@@ -416,7 +434,7 @@ class Metrics:
         for sequence, hit_tokens in turn.prefix_hits:
             self._note_admission(records[sequence.id], start, hit_tokens)
         if turn.preemptions or self._preemptions.open:
-            self._preemptions.fold(turn, self.steps - 1, start, end)
+            self._preemptions.fold(turn, self.steps - 1, start, end if planned_end is None else planned_end)
         gaps = self._gaps
         # Of those who stopped some finish, with a token of this step; others lost their place before their turn came,
         # and if they got it back at once, they are among the sampled.
@@ -431,6 +449,10 @@ class Metrics:
         if turn.decoders and self._decoding:
             gaps.add(end - start, self._decoding)
         self._fold_samples(turn.sampled, end)
+        if turn.extra_tokens:
+            self._fold_extra_tokens(turn.extra_tokens)
+        self.accepted_drafts += turn.accepted_drafts
+        self.rejected_drafts += turn.rejected_drafts
         for sequence in turn.stopped_decoding:
             if sequence not in early:
                 self._decoding -= records[sequence.id].measured
@@ -461,17 +483,22 @@ class Metrics:
                 self._decoding -= self.records[sequence.id].measured
             self._fold_finished(run.finished, end)
 
-    def note_live(self, live: Iterable[tuple[str, int, int]]) -> None:
+    def note_live(self, live: Iterable[Live]) -> None:
         """End the account with the requests that never finished.
 
         Of each: how many tokens it has, prompt included, and the most of them that ever had KV.
         """
-        for request_id, tokens, most_computed in live:
-            record = self.records.pop(request_id)
-            record.output_tokens = tokens - record.request.input_tokens
-            record.peak_blocks = -(-most_computed // self.block_size)
+        for row in live:
+            record = self._end_early(row)
             self._totals.unfinished += 1
             self._tell(record)
+
+    def _end_early(self, row: Live) -> RequestRecord:
+        request_id, tokens, most_computed = row
+        record = self.records.pop(request_id)
+        record.output_tokens = tokens - record.request.input_tokens
+        record.peak_blocks = -(-most_computed // self.block_size)
+        return record
 
     def _note_admission(self, record: RequestRecord, start: int, hit_tokens: int) -> None:
         totals = self._totals
@@ -524,6 +551,12 @@ class Metrics:
                 self._gaps.add(end - record.last_token)
             record.last_token = end
 
+    def _fold_extra_tokens(self, extra_tokens: dict[Sequence, int]) -> None:
+        """Tokens that came in the same step as one before them."""
+        measured = sum(count for s, count in extra_tokens.items() if self.records[s.id].measured)
+        if measured:
+            self._gaps.add(0, measured)
+
     def _fold_finished(self, finished: Iterable[Sequence], end: int) -> None:
         for sequence in finished:
             record = self.records.pop(sequence.id)
@@ -569,8 +602,11 @@ class Metrics:
         totals = self._totals
         reasons = dict(sorted(totals.reject_reasons.items()))
         rejected = sum(reasons.values())
-        unfinished = totals.arrived - totals.finished - rejected
-        return RequestCounts(totals.arrived, totals.finished, rejected, unfinished, totals.truncated, reasons)
+        aborted = totals.aborted
+        unfinished = totals.arrived - totals.finished - rejected - aborted
+        return RequestCounts(
+            totals.arrived, totals.finished, rejected, unfinished, totals.truncated, reasons, aborted
+        )
 
     def kv_figures(self) -> KvFigures:
         """The pool over time."""

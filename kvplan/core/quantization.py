@@ -42,6 +42,9 @@ class Scheme(NamedTuple):
     #: Scales alone are padded to these multiples, for tensor cores that read them in tiles.
     tile_rows: int = 1
     tile_columns: int = 1
+    #: Bits of the numbers that tensor cores multiply: 16 where weights are unpacked before, 8 where inputs are
+    #: quantized too (NVFP4 on GPUs that have it: 4, counted as 8).
+    operand_bits: int = 16
 
     def bytes_of(self, rows: int, columns: int, element_bytes: int) -> int:
         """Bytes of a matrix of ``rows`` outputs and ``columns`` inputs; ``element_bytes`` of the model's dtype."""
@@ -106,14 +109,16 @@ class Quantization(NamedTuple):
         return default
 
 
-_FP8_TENSOR = Scheme(8, block_rows=0)
-_FP8_ROW = Scheme(8)
-_FP8_BLOCK = Scheme(8, block_rows=128, block_columns=128)
-_MXFP8 = Scheme(8, block_columns=32, scale_bytes=1)
+_FP8_TENSOR = Scheme(8, block_rows=0, operand_bits=8)
+_FP8_ROW = Scheme(8, operand_bits=8)
+_FP8_BLOCK = Scheme(8, block_rows=128, block_columns=128, operand_bits=8)
+_MXFP8 = Scheme(8, block_columns=32, scale_bytes=1, operand_bits=8)
 _INT8_ROW = Scheme(8)
 #: E2M1 with an E4M3 scale for 16, in tiles of 128 x 4 scales, and two scales of the whole, of weights and inputs
 #: (quantization/utils/nvfp4_utils.py, swizzle_blockscale).
-_NVFP4 = Scheme(4, block_columns=16, scale_bytes=1, matrix_bytes=8, tile_rows=128, tile_columns=4)
+_NVFP4 = Scheme(
+    4, block_columns=16, scale_bytes=1, matrix_bytes=8, tile_rows=128, tile_columns=4, operand_bits=8
+)
 #: E2M1 with a power of two for 32 (OCP MX).
 _MXFP4 = Scheme(4, block_columns=32, scale_bytes=1)
 #: Expert sizes are padded as Marlin, FlashInfer's TRT-LLM kernels and CUTLASS want them
@@ -256,7 +261,7 @@ def _compressed_scheme(group: Mapping[str, object], form: str) -> Scheme | None:
     if kind == "float" and bits == 4:
         if form.startswith("mxfp4") or group_size == 32:
             return _MXFP4
-        return _NVFP4 if isinstance(inputs, Mapping) else _NVFP4._replace(matrix_bytes=4)
+        return _NVFP4 if isinstance(inputs, Mapping) else _NVFP4._replace(matrix_bytes=4, operand_bits=16)
     if bits == 8 and (isinstance(inputs, Mapping) or kind == "float"):
         if kind == "float" and group_size == 32 and strategy == "group":
             return _MXFP8
@@ -281,7 +286,7 @@ def _modelopt(method: str, settings: Mapping[str, object]) -> Quantization:
         "FP8_PB_WO": _FP8_BLOCK,
         "NVFP4": _NVFP4,
         "MODELOPT_FP4": _NVFP4,
-        "W4A16_NVFP4": _NVFP4._replace(matrix_bytes=4),
+        "W4A16_NVFP4": _NVFP4._replace(matrix_bytes=4, operand_bits=16),
         "MXFP8": _MXFP8,
     }
     if algorithm in ("MIXED_PRECISION", "MODELOPT_MIXED"):

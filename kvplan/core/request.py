@@ -35,7 +35,9 @@ class Request(NamedTuple):
     ``arrival`` is in ticks of the run's clock: picoseconds, or engine steps where arrivals are
     step-numbered. ``output_tokens`` is how many tokens it generates (end-of-sequence is ignored). An empty
     ``content`` is a prompt that shares nothing. Lower ``priority`` goes first. Of ``samples`` answers each has
-    ``output_tokens``; the first is the one that stream ``o:ID`` stands for.
+    ``output_tokens``; the first is the one that stream ``o:ID`` stands for. Its client goes away at tick ``abort``,
+    unless it has ended by then; with step-numbered arrivals that is before the step of that number, or, with
+    ``abort_mid``, while the engine waits for the output of a batch in it or a later one.
     """
 
     id: str
@@ -45,6 +47,13 @@ class Request(NamedTuple):
     priority: int = 0
     content: tuple[Segment, ...] = ()
     samples: int = 1
+    abort: int | None = None
+    abort_mid: bool = False
+
+    def sent_at(self, tick: int) -> Request:
+        """The same request from another tick on; its client waits as long before it goes away."""
+        abort = None if self.abort is None else self.abort + tick - self.arrival
+        return self._replace(arrival=tick, abort=abort)
 
     def prompt_content(self) -> tuple[Segment, ...]:
         """The prompt as segments; one that shares nothing is a stream of its own."""

@@ -9,7 +9,7 @@ distributed/utils.py).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:  # most models are not quantized, and need not wait for it
@@ -158,6 +158,20 @@ class Stage(NamedTuple):
 WHOLE_MODEL = Stage(0, 1 << 30, is_first=True, is_last=True)
 
 
+class RankPart(NamedTuple):
+    """What one rank of a stage holds of a group in one scheme (None: the model's dtype).
+
+    ``layers`` of the stage have it, each ``copies`` times on the rank; ``elements`` and ``bytes`` are those of all.
+    """
+
+    group: WeightGroup
+    scheme: Scheme | None
+    layers: int
+    copies: int
+    elements: int
+    bytes: int
+
+
 class Weights(NamedTuple):
     """What the weights of a model amount to and how that is known.
 
@@ -258,18 +272,12 @@ class Weights(NamedTuple):
         """Bytes of the tables of rotary positions on every rank: no weights, but part of a loaded model."""
         return self.rotary_elements * DTYPE_BYTES[dtype]
 
-    def bytes_read_per_step(self, dtype: str, tensor_parallel_size: int, num_kv_heads: int) -> int | None:
-        """Bytes of weights that one rank reads in a step of text: all but tables and encoders of other inputs.
-
-        Every expert counts as read. None if unknown.
-        """
-        ranks = Ranks(tensor_parallel_size, num_kv_heads=num_kv_heads)
-        held = self.rank_bytes(dtype, ranks)
-        if held is None or not self._groups_are_complete:
-            return held
-        idle = [g for g in self.groups if g.kind in ("table", "tower") and g.place != "draft"]
-        form = self.format if self.format and self.format.unknown is None else None
-        return max(0, held - _held_bytes(idle, dtype, ranks, WHOLE_MODEL, form))
+    def rank_parts(self, dtype: str, ranks: Ranks, stage: Stage = WHOLE_MODEL) -> tuple[RankPart, ...]:
+        """What a rank of a stage holds, group by group, without layers that only draft; () where it is not known."""
+        if not self._groups_are_complete or (self.format is not None and self.format.unknown is not None):
+            return ()
+        main = (group for group in self.groups if group.place != "draft")
+        return tuple(_parts(main, dtype, ranks, stage, self.format))
 
     @property
     def _groups_are_complete(self) -> bool:
@@ -301,6 +309,16 @@ def _quantized_bytes(
 ) -> tuple[int, int]:
     """Bytes of the groups, and of what is kept a second time in the model's dtype."""
     held = kept = 0
+    for part in _parts(groups, dtype, ranks, stage, form):
+        held += part.bytes
+        if part.scheme is not None and form is not None and form.keeps_unpacked(part.group.name):
+            kept += part.elements * (part.group.element_bytes or DTYPE_BYTES[dtype])
+    return held, kept
+
+
+def _parts(
+    groups: Iterable[WeightGroup], dtype: str, ranks: Ranks, stage: Stage, form: Quantization | None
+) -> Iterator[RankPart]:
     for group in groups:
         layers = group.layers_on(stage)
         if not layers:
@@ -309,13 +327,8 @@ def _quantized_bytes(
         element = group.element_bytes or DTYPE_BYTES[dtype]
         for scheme, repeats in _schemes(group, layers, form):
             number = repeats * copies
-            if scheme is None:
-                held += number * rows * columns * element
-            else:
-                held += number * scheme.bytes_of(rows, columns, element)
-                if form is not None and form.keeps_unpacked(group.name):
-                    kept += number * rows * columns * element
-    return held, kept
+            matrix = rows * columns * element if scheme is None else scheme.bytes_of(rows, columns, element)
+            yield RankPart(group, scheme, repeats, copies, number * rows * columns, number * matrix)
 
 
 def _schemes(

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
-from kvplan.core.cost import Flops, Roofline, constant, constant_decode
+from kvplan.core.cost import constant, constant_decode
 from kvplan.core.engine import SchedulerConfig, StepWork
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.kv_cache import WHOLE, FullAttention, LatentAttention
+from kvplan.core.kv_cache import WHOLE
 from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
@@ -40,10 +40,12 @@ from kvplan.simulated_engines import (
     Pool,
     check_engine_options,
     engine_config,
+    has_fast_path,
     longest_sequence,
     make_engine,
     one_request_a_sample,
 )
+from kvplan.step_time import latency_model
 from kvplan.trace import TraceStream, open_trace
 from kvplan.units import counted
 
@@ -220,6 +222,11 @@ class Simulation:
         return self._plan.seconds_per_tick
 
     @property
+    def engine_config(self) -> EngineConfig:
+        """The settings of the engine."""
+        return self._plan.config
+
+    @property
     def usable_blocks(self) -> int:
         """Blocks of the pool that can hold tokens."""
         return self._plan.config.usable_blocks
@@ -253,7 +260,8 @@ class Simulation:
         request that is not to be seen.
         """
         plan, trace = self._plan, self.trace
-        path = path or ("plain" if observers or map is not None else "fast")
+        watched = bool(observers) or map is not None
+        path = path or ("plain" if watched or not has_fast_path(plan.config) else "fast")
         engine = make_engine(plan.config, path)
         rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
@@ -335,7 +343,7 @@ def _result(
             "engine_version": plan.engine.version,
             "scheduler_version": rules.version,
             "engine_path": path,
-            "async_scheduling": False,
+            "async_scheduling": isinstance(plan.config, SchedulerConfig) and plan.config.async_scheduling,
             "verified": rules.verified,
             "status": status,
             "reason": reason,
@@ -462,7 +470,6 @@ _MACHINE_OPTIONS = (
     "dtype",
     "kv_cache_dtype",
     "tensor_parallel_size",
-    "pipeline_parallel_size",
     "data_parallel_size",
     "decode_context_parallel_size",
     "enable_expert_parallel",
@@ -470,7 +477,6 @@ _MACHINE_OPTIONS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
     "disable_hybrid_kv_cache_manager",
-    "async_scheduling",
     "num_speculative_tokens",
     "speculative_method",
     "speculative_model",
@@ -622,66 +628,14 @@ def _clock(trace: TraceStream, resolver: Resolver[SimulateOptions], machine: _Ma
         unknown: dict[str, object] = {"name": None, "calibration": None, "measured_error": None}
         return constant(1), constant_decode(1), None, unknown
     assert machine is not None, "without a machine there is a step time"
-    model = {"name": "roofline", "calibration": "uncalibrated: datasheet figures", "measured_error": None}
-    roofline = _roofline(machine)
-    return roofline.step_ps, roofline.decode, Fraction(1, PICOSECONDS), model
-
-
-def _roofline(machine: _Machine) -> Roofline:
-    served = machine.served
-    gpu, spec, deployment = served.gpu, served.spec, served.deployment
-    rates = (gpu.bandwidth_bytes_per_s, gpu.flops_fp16) if gpu else (None, None)
-    tp = deployment.tensor_parallel_size
-    flops = step_flops(served)
-    weight_bytes = spec.weights.bytes_read_per_step(deployment.dtype, tp, spec.num_kv_heads)
-    if rates[0] is None or rates[1] is None or flops is None or weight_bytes is None:
-        lacks = "GPU's bandwidth and FLOP/s" if None in rates else "size of the weights"
-        raise InputError(
-            f"the {lacks} are not known",
-            where="--gpu" if None in rates else "--model",
-            hint="give --step-time",
-        )
-    return Roofline.from_rates(
-        weight_bytes=weight_bytes,
-        kv_bytes_per_token=served.kv.per_gpu.bytes_per_token,
-        flops=flops,
-        num_layers=spec.num_layers,
-        bandwidth_bytes_per_s=rates[0],
-        flops_per_s=rates[1],
-        block_bytes=machine.pool.bytes_per_block or 0,
-        host_bytes_per_s=gpu.host_bytes_per_s if gpu else 1,
-    )
-
-
-def step_flops(served: Served) -> Flops | None:
-    """What a step computes on one rank; None where the weights are not known.
-
-    A multiplication and an addition for each weight, and for each element of a key and of a value.
-    """
-    weights, tp = served.spec.weights, served.deployment.tensor_parallel_size
-    active = weights.active_parameters
-    if active is None:
-        return None
-    return Flops(
-        per_token=2 * (active - weights.head_parameters) // tp,
-        per_logits=2 * weights.head_parameters // tp,
-        per_pair=2 * served.spec.num_heads * _attention_width(served) // tp,
-    )
-
-
-def _attention_width(served: Served) -> int:
-    """Elements that a token's query is multiplied with and sums up, over all layers, for each head.
-
-    A latent is both key and value, and its rotary part is in the key only.
-    """
-    width = 0
-    for item in served.plan.layers:
-        cache = item.cache
-        if isinstance(cache, FullAttention):
-            width += cache.head_dim + cache.value_size
-        elif isinstance(cache, LatentAttention):
-            width += 2 * cache.kv_lora_rank + cache.qk_rope_head_dim
-    return width
+    cost, chosen = latency_model(machine.served, block_bytes=machine.pool.bytes_per_block or 0)
+    error = chosen.measured_error
+    model = {
+        "name": "step-time model",
+        "calibration": chosen.name,
+        "measured_error": None if error is None else error._asdict(),
+    }
+    return cost.step_ps, cost.decode, Fraction(1, PICOSECONDS), model
 
 
 def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:

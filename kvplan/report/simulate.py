@@ -50,8 +50,18 @@ def print_simulation(screen: Screen, result: SimulateResult, *, profile: bool) -
     if latency.model["calibration"]:
         screen.say(
             f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
-            "their error is not known."
+            f"{_error(latency.model['measured_error'])}."
         )
+
+
+def _error(measured: object) -> str:
+    """How far off step times were, in words."""
+    if not isinstance(measured, dict):
+        return "their error is not known"
+    return (
+        f"steps were off by {format_share(measured['median'])} (median) and {format_share(measured['p95'])} "
+        f"(95th percentile) in {measured['data']}"
+    )
 
 
 def _preemptions(screen: Screen, result: SimulateResult) -> None:

@@ -7,7 +7,7 @@ from string import ascii_uppercase
 from kvplan.core.engine import StepWork
 from kvplan.core.request import Request
 from kvplan.errors import InputError
-from kvplan.jobs.simulate import step_flops
+from kvplan.step_time import step_flops
 from kvplan.topics.example import Example, Trial, try_out
 from kvplan.topics.parts import (
     Column,

@@ -46,7 +46,7 @@ FILES: dict[str, str | bytes] = {
     "cut.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03.9799600,374,44\n2023-11-16 18:1",
     "azure.csv": "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,374,44\n",
     "cut.scenario.json": '{"config": {"num_gpu_blocks": 14,\n "requests": [',
-    "later.scenario.json": '{"config": {"async_scheduling": true}, "requests": []}',
+    "groups.scenario.json": '{"config": {"groups": [{"kind": "sliding"}]}, "requests": []}',
     "setting.scenario.json": '{"config": {"max_num_seq": 4}, "requests": []}',
     "object.yaml": f"m: {{hidden_size: !!python/object/apply:os.system ['touch made'], {MODEL[17:]}}}\n",
     "checks-object.yaml": CHECKS + "checks: [{model: !!python/name:os.system , expect: {fits: true}}]\n",

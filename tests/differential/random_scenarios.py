@@ -10,11 +10,11 @@ from collections import Counter
 from random import Random
 from typing import Any
 
-from kvplan.core.content import block_hashes
+from kvplan.core.content import Piece, block_hashes
 from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.extents import Extent, Node, _pieces
+from kvplan.core.extents import Extent, Holding, Node, _pieces
 from kvplan.core.request import Request, Segment
 
 LONGEST_RUN = 3000
@@ -75,13 +75,15 @@ def draw_requests(rng: Random, block_size: int) -> list[Request]:
             elif kind < 0.75:
                 content.append(Segment(f"o:r{rng.randrange(count)}", 0, rng.randint(1, 10)))
             elif kind < 0.85 and requests:
-                content += rng.choice(requests).content
+                content += rng.choice(requests).prompt_content()
+            elif kind < 0.9:
+                content.append(Segment(f"p:r{rng.randrange(count)}", 0, rng.randint(1, 14)))
             else:
                 content.append(Segment(f"p:r{i}", 0, rng.randint(1, 14)))
         if requests and rng.random() < 0.2:
             earlier = rng.choice(requests)
             answer = Segment(f"o:{earlier.id}", 0, rng.randint(1, earlier.output_tokens))
-            content = [*earlier.content, answer]
+            content = [*earlier.prompt_content(), answer]
         requests.append(
             Request(
                 f"r{i}",
@@ -89,7 +91,7 @@ def draw_requests(rng: Random, block_size: int) -> list[Request]:
                 sum(segment.length for segment in content),
                 rng.choice([1, 1, 2, 3, 5, 8, 13, 30]),
                 rng.choice([0, 0, 1, 2]),
-                tuple(content),
+                tuple(content) if rng.random() < 0.7 else (),
             )
         )
     return requests
@@ -256,6 +258,12 @@ def check_pool(fast: Vllm) -> None:
         assert node.copies == len(positions) - (node.high - key[1])
         if not node.copies:
             assert positions == sorted(positions)
+        if node.owner is not None:
+            (part,) = node.parts
+            assert key[:2] == (None, 0)
+            assert not any(other[0] is node for other in pool.index)
+            assert node.owner.table == ([(part, part.high)] if part.users else [])
+            assert part.users <= 1
 
 
 def publish_decoded(fast: Vllm) -> None:
@@ -272,21 +280,37 @@ class Hashes:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._of_node: dict[Node, list[bytes]] = {}
+        self._of_node: dict[tuple[Node, Holding | None], list[bytes]] = {}
 
     def at(self, node: Node | None, position: int) -> bytes:
         assert node is not None
-        known = self._of_node.get(node, [])
+        known = self._of_node.get((node, node.owner), [])
         if position >= len(known):
             content = prefix(node, position + 8, self.block_size)
-            known = self._of_node[node] = list(block_hashes(content, self.block_size))
+            known = self._of_node[node, node.owner] = list(block_hashes(content, self.block_size))
         return known[position]
 
 
 def prefix(node: Node, end: int, block_size: int) -> list[Segment]:
     """The content of the first ``end`` blocks of a node's prefix."""
     parent, first, key = node.key
+    if node.owner is not None:
+        return content_of(node.owner, end, block_size)
     before = prefix(parent, first, block_size) if parent is not None else []
+    return [*before, *stretched(key, end - first, block_size)]
+
+
+def content_of(owner: Holding, end: int, block_size: int) -> list[Segment]:
+    """The same of a node that has all runs of its owner."""
+    content = []
+    for run in owner.runs:
+        if run.first < end:
+            last = end if run is owner.runs[-1] else run.end
+            content += stretched(run.key, last - run.first, block_size)
+    return content
+
+
+def stretched(key: tuple[Piece, ...], blocks: int, block_size: int) -> list[Segment]:
+    """A first block, and so many in all that go on in its last stream."""
     stream, start, length = key[-1]
-    more = (end - first - 1) * block_size
-    return [*before, *(Segment(*piece) for piece in key), Segment(stream, start + length, more)]
+    return [*(Segment(*piece) for piece in key), Segment(stream, start + length, (blocks - 1) * block_size)]

@@ -89,3 +89,30 @@ def test_prompts_and_answers_that_fill_equal_blocks_side_by_side(first: int) -> 
         requests.sort(key=lambda request: request.arrival)
         for publish_at_once in (False, True):
             compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
+
+
+@pytest.mark.parametrize("first", range(0, 300, 50))
+def test_private_prompts_that_end_at_a_block_and_are_asked_for_now_and_then(first: int) -> None:
+    """Prompt and answer of each are one node until another prompt names its stream or its own turn is undone."""
+    for seed in range(first, first + 50):
+        rng = Random(seed)
+        requests = []
+        for i in range(12):
+            content: list[tuple[str, int, int]] = []
+            if i and rng.random() < 0.3:
+                earlier = rng.randrange(i)
+                length = requests[earlier].input_tokens
+                content = [(f"p:r{earlier}", 0, length + rng.choice([-1, 0, 0, 1])), (f"o:r{earlier}", 0, 3)]
+            arrival, answer = i * rng.randint(1, 2), rng.choice([1, 4, 9])
+            request = ask(f"r{i}", arrival, answer, *(content or [("", 0, 2 * rng.randint(1, 4))]))
+            request = request._replace(priority=rng.choice([0, 1, 2]))
+            requests.append(request if content else request._replace(content=()))
+        settings = config(
+            max_num_batched_tokens=rng.choice([8, 20]),
+            long_prefill_token_threshold=rng.choice([0, 2]),
+            num_gpu_blocks=rng.randint(11, 25),
+            policy=rng.choice(["fcfs", "priority"]),
+        )
+        requests.sort(key=lambda request: request.arrival)
+        for publish_at_once in (False, True):
+            compare_engines(settings, requests, publish_at_once=publish_at_once, skip=rng.random() < 0.5)

@@ -1,7 +1,7 @@
 """Random scenarios through the whole loop: every figure of the fast engine equals the plain one's.
 
-With constant prices, in steps and in ticks, and with random rooflines whose sides change within a run, with and
-without warm-up. KVPLAN_SCENARIOS sets the number of runs.
+With constant prices, in steps and in ticks, and with random models of step times whose windows fill within a run and
+whose launches take over, with and without warm-up. KVPLAN_SCENARIOS sets the number of runs.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from random import Random
 
 import pytest
 from random_scenarios import draw
+from toy_costs import toy_cost
 
-from kvplan.core.cost import Roofline, constant, constant_decode
+from kvplan.core.cost import LatencyModel, constant, constant_decode
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
@@ -35,9 +36,8 @@ def test_every_figure_is_equal(first: int) -> None:
             ticks = 1 if step_numbered else 7
             price, decode_price, scale = constant(ticks), constant_decode(ticks), ticks
         else:
-            highest = (50, 5, 20, 9, 8)
-            roofline = Roofline(*(rng.randint(0, most) for most in highest), overhead_ps=rng.randint(1, 9))
-            price, decode_price, scale = roofline.step_ps, roofline.decode, rng.choice([1, 10, 60])
+            cost = draw_cost(rng)
+            price, decode_price, scale = cost.step_ps, cost.decode, rng.choice([1, 10, 60])
         requests = [r._replace(arrival=r.arrival * scale) for r in requests]
         warmup = rng.choice([0, 0, 3, 20, 200])
         plain, fast = (
@@ -45,6 +45,26 @@ def test_every_figure_is_equal(first: int) -> None:
             for kind in (VllmPlain, Vllm)
         )
         assert plain == fast, f"seed {seed}"
+
+
+def draw_cost(rng: Random) -> LatencyModel:
+    """A random model of step times: every kind of term, small enough that all of them tell."""
+    return toy_cost(
+        rng.randint(0, 50),
+        rng.randint(0, 5),
+        rng.randint(1, 9),
+        token=rng.randint(0, 20),
+        head=rng.randint(0, 9),
+        pair=rng.randint(0, 8),
+        own=rng.randint(0, 3),
+        sequence=rng.randint(0, 3),
+        windows=tuple((rng.randint(1, 40), rng.randint(1, 5)) for _ in range(rng.randint(0, 2))),
+        launch=rng.choice([0, rng.randint(0, 500)]),
+        graph_tokens=rng.choice([0, 3, 1000]),
+        host=rng.choice([0, rng.randint(0, 100)]),
+        overlaps_host=rng.random() < 0.5,
+        stages=rng.choice([1, 1, 2]),
+    )
 
 
 def figures(

@@ -11,6 +11,7 @@ import pytest
 from kvplan.core.simulate import StepRecord
 from kvplan.jobs.simulate import SimulateResult, Simulation
 from kvplan.options import SimulateOptions
+from kvplan.simulated_engines import EngineConfig, has_fast_path
 
 DATA = Path(__file__).parent / "data"
 SCENARIOS = sorted(path.name.removesuffix(".scenario.json") for path in DATA.glob("*.scenario.json"))
@@ -18,46 +19,65 @@ SMALL = [name for name in SCENARIOS if (DATA / f"{name}.golden.jsonl").exists()]
 LARGE = [name for name in SCENARIOS if (DATA / f"{name}.golden.csv").exists()]
 
 
+def settings(name: str) -> EngineConfig:
+    return Simulation(str(DATA / f"{name}.scenario.json"), SimulateOptions()).engine_config
+
+
 def test_every_scenario_has_a_golden() -> None:
-    assert len(SCENARIOS) == 42
+    assert len(SCENARIOS) == 108
     assert sorted(SMALL + LARGE) == SCENARIOS
 
 
 def play(name: str) -> tuple[list[dict[str, object]], SimulateResult]:
     lines: list[dict[str, object]] = []
     simulation = Simulation(str(DATA / f"{name}.scenario.json"), SimulateOptions())
-    return lines, simulation.run([lambda record: lines.append(line(record))])
+    has_queue = simulation.engine_config.queue_size > 1
+    emits = has_queue or simulation.engine_config.speculative is not None
+    observe = [lambda record: lines.append(line(record, has_queue=has_queue, emits=emits))]
+    return lines, simulation.run(observe)
 
 
-def line(record: StepRecord) -> dict[str, object]:
+def line(record: StepRecord, *, has_queue: bool, emits: bool) -> dict[str, object]:
     """A step in the golden's own form."""
+    turn = record.turn
     found: dict[str, object] = {
-        "step": record.step,
         "arrived": [r.id for r in record.arrived],
         "rejected": [r.id for r in record.rejected],
+        "aborted": record.aborted,
     }
-    turn = record.turn
-    if turn is not None:
-        found |= {
-            "new": [s.id for s in turn.admitted],
-            "resumed": [s.id for s in turn.resumed],
-            "preempted": [s.id for s in turn.preempted],
-            "finished": [s.id for s in turn.finished],
-            "cached": {s.id: tokens for s, tokens in turn.prefix_hits},
-            "blocks": {s.id: blocks for s, blocks in turn.new_blocks.items()},
-            "evicted": len(turn.evicted_blocks),
-            "evicted_blocks": list(turn.evicted_blocks),
-        }
-        found = {key: value for key, value in found.items() if value or key == "step"}
-        found |= {
-            "sched": [[s.id, tokens] for s, tokens in turn.scheduled],
+    always: dict[str, object] = {"step": record.step}
+    if turn is None:
+        if record.aborted:
+            always["free_end"] = record.free_blocks
+        return always | {key: value for key, value in found.items() if value}
+    found |= {
+        "new": [s.id for s in turn.admitted],
+        "resumed": [s.id for s in turn.resumed],
+        "preempted": [s.id for s in turn.preempted],
+        "finished": [s.id for s in turn.finished],
+        "evicted": len(turn.evicted_blocks),
+        "evicted_blocks": list(turn.evicted_blocks),
+        "cached": {s.id: tokens for s, tokens in turn.prefix_hits},
+        "blocks": {s.id: blocks for s, blocks in (turn.new_blocks | turn.new_tables).items()},
+        "drafts": {s.id: drafts for s, drafts in turn.drafts.items()},
+    }
+    if emits:
+        found["emitted"] = [[s.id, 1 + turn.extra_tokens.get(s, 0)] for s in turn.sampled]
+    always["free_end"] = turn.free_blocks_end
+    if turn.planned:
+        always |= {
             "tokens": turn.scheduled_tokens,
             "free": turn.free_blocks,
-            "free_end": turn.free_blocks_end,
             "running": turn.running,
             "waiting": turn.waiting,
         }
-    return {key: value for key, value in found.items() if key not in ("arrived", "rejected") or value}
+        if turn.scheduled or turn.preempted or not has_queue:
+            always["sched"] = [[s.id, tokens] for s, tokens in turn.scheduled]
+    if has_queue:
+        always["depth"] = record.depth
+        if record.out is not None:
+            always["out"] = record.out
+    return always | {key: value for key, value in found.items() if value}
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -78,7 +98,12 @@ def test_small_scenario_step_by_step_with_block_ids(name: str) -> None:
     assert result.requests.unfinished == len(summary.get("unfinished", []))
 
 
-@pytest.mark.parametrize("name", SCENARIOS)
+def is_fast(name: str) -> bool:
+    has_aborts = '"abort_step"' in (DATA / f"{name}.scenario.json").read_text()
+    return has_fast_path(settings(name)) and not has_aborts
+
+
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if is_fast(name)])
 def test_fast_engine_comes_to_the_same_figures(name: str) -> None:
     path, options = str(DATA / f"{name}.scenario.json"), SimulateOptions(step_time=0.5)
     plain, fast = (Simulation(path, options).run(path=which).to_dict() for which in ("plain", "fast"))

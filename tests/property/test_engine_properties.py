@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from kvplan.core.cost import constant
 from kvplan.core.engine import SchedulerConfig, StepWork
 from kvplan.core.engine import Turn as AnyTurn
-from kvplan.core.engines.vllm_plain import PlainSequence as Sequence
+from kvplan.core.engines.plain_groups import PlainSequence as Sequence
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Distribution, Metrics, Slo
 from kvplan.core.request import Request, Segment
@@ -232,7 +232,7 @@ class Watched(VllmPlain):
         if turn.preempted or not self.waiting or not left or len(self.running) == limit:
             return
         head, hit = self.waiting[0], []
-        for block_hash in head.block_hashes[: (head.num_tokens - 1) // config.block_size]:
+        for block_hash in head.hashes[: (head.num_tokens - 1) // config.block_size]:
             block = pool.find(block_hash)
             if block is None:
                 break

@@ -7,8 +7,8 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from toy_costs import toy_cost
 
-from kvplan.core.cost import Roofline
 from kvplan.core.engine import DecodeRun
 from kvplan.core.engines.paged import Paged, PagedConfig
 from kvplan.core.metrics import Metrics, RequestRecord
@@ -16,7 +16,7 @@ from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import StepRecord, run
 
 #: A clock on which the number of tokens, their context, copies and swaps all tell.
-COST = Roofline(1000, 10, 100, 50, 1, 7, copy_block_ps=3, swap_block_ps=11)
+COST = toy_cost(1000, 10, 7, token=100, head=50, pair=1, block=8)
 
 
 @st.composite

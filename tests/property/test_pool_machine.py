@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvplan.core.content import BlockHash
-from kvplan.core.engines.vllm_plain import BlockPool
+from kvplan.core.engines.plain_pool import BlockPool
 
 HASHES: tuple[BlockHash, ...] = (b"a", b"b", b"c", b"d")
 

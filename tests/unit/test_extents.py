@@ -88,3 +88,18 @@ def test_a_document_read_to_many_depths_is_kept_in_few_pieces() -> None:
     (document,) = [node for node in engine.pool.index.values() if node.key[0] is None]
     assert isinstance(document, Node)
     assert len(document.parts) < 60  # about 30 copies of last blocks, and what differs in age
+
+
+def test_a_private_prompt_and_its_answer_are_one_part_until_somebody_asks() -> None:
+    """20 tokens and 15 more with KV: two full blocks; the second, partly answer, is taken off when it is asked for."""
+    lone = Request("lone", 0, 20, 16)
+    engine = play([lone], num_gpu_blocks=100)
+    (node,) = engine.pool.index.values()
+    (part,) = node.parts
+    assert (part.low, part.high, part.users) == (0, 2, 0)
+    asking = Request("asking", 90, 36, 1, content=(Segment("p:lone", 0, 20), Segment("o:lone", 0, 16)))
+    engine = play([lone, asking], num_gpu_blocks=100)
+    first, second = engine.pool.index.values()
+    assert [(part.low, part.high) for part in first.parts] == [(0, 1)]
+    assert second.key == (first, 1, (("p:lone", 16, 4), ("o:lone", 0, 12)))
+    assert [(part.low, part.high) for part in second.parts] == [(1, 2)]

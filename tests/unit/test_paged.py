@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvplan.core.cost import Flops, Roofline, constant, constant_decode
+from kvplan.core.communication import Link
+from kvplan.core.cost import GpuRates, LatencyModel, Settings, StageShape, constant, constant_decode
 from kvplan.core.engine import DecodeRun, Turn
 from kvplan.core.engines.paged import Group, Paged, PagedConfig
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import StepRecord, run
+from kvplan.core.step_constants import StepConstants
 from kvplan.errors import InputError
 
 ROOMY = PagedConfig(
@@ -328,16 +330,9 @@ def test_a_group_that_is_computed_again_computes_its_prompt_once() -> None:
 
 
 def test_swaps_and_copies_take_time() -> None:
-    cost = Roofline.from_rates(
-        weight_bytes=0,
-        kv_bytes_per_token=0,
-        flops=Flops(0, 0, 0),
-        num_layers=0,
-        bandwidth_bytes_per_s=2 * 10**12,
-        flops_per_s=1,
-        block_bytes=13_107_200,
-        host_bytes_per_s=32 * 10**9,
-    )
+    rates = GpuRates(2 * 10**12, 1, 1, Link(1, is_switched=False), 32 * 10**9)
+    constants = StepConstants(kv_bandwidth_share=0.8)
+    cost = LatencyModel([StageShape(0)], rates, constants, Settings(block_bytes=13_107_200))
     # 16 tokens of Llama 2 13B: 12.5 MiB. 25.6 GB/s over PCIe 4.0: 0.512 ms; read and written at 1.6 TB/s: 16.4 us.
     assert cost.swap_block_ps == 512_000_000
     assert cost.copy_block_ps == 16_384_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvplan.core.engines.vllm_plain import BlockPool
+from kvplan.core.engines.plain_pool import BlockPool
 
 
 def pool_with_tables(*tables: list[int], num_blocks: int = 9) -> BlockPool:

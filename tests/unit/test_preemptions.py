@@ -10,7 +10,8 @@ import pytest
 
 from kvplan.core.cost import constant
 from kvplan.core.engine import Preemption, SchedulerConfig
-from kvplan.core.engines.vllm_plain import PlainSequence, VllmPlain
+from kvplan.core.engines.plain_groups import PlainSequence
+from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Metrics
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import Request, Segment

@@ -131,7 +131,7 @@ def test_a_format_that_cannot_be_read_says_why(settings: dict[str, Any], reason:
 
 
 def test_names_of_the_command_line() -> None:
-    assert from_name("fp8").linear == Scheme(8, block_rows=0)
+    assert from_name("fp8").linear == Scheme(8, block_rows=0, operand_bits=8)
     assert from_name("experts_int8").linear is None
     unknown = from_name("gptq").unknown
     assert unknown == 'how "gptq" holds a model that is not stored so is not known'

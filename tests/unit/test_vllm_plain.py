@@ -13,7 +13,8 @@ import pytest
 from kvplan.core.cost import constant
 from kvplan.core.engine import SchedulerConfig, Sequence
 from kvplan.core.engine import Turn as AnyTurn
-from kvplan.core.engines.vllm_plain import PlainSequence, VllmPlain
+from kvplan.core.engines.plain_groups import PlainSequence
+from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import Outcome, StepRecord, run

@@ -140,5 +140,5 @@ def test_work_for_each_request_does_not_depend_on_the_length_of_its_prompt() -> 
     assert (short.turns, middle.turns) == (2, 2)
     assert long.turns == 2 + 12
     # Short ones are never evicted; the blocks of a prompt enter with each of its chunks.
-    assert (short.extents, middle.extents) == (pytest.approx(4, abs=0.1), pytest.approx(6, abs=0.5))
-    assert long.extents == pytest.approx(6 + 12, abs=1)
+    assert (short.extents, middle.extents) == (pytest.approx(1, abs=0.1), pytest.approx(2, abs=0.5))
+    assert long.extents == pytest.approx(2, abs=1)

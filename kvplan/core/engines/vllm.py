@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Iterator
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.content import Run, content_runs
+from kvplan.core.content import Run
 from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn, why_stuck
 from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
@@ -78,7 +78,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        self._holdings[member] = Holding()
+        self._holdings[member] = Holding(request, self.config.block_size)
         if self.config.policy == "fcfs":
             self.waiting.append(member)
         else:
@@ -109,29 +109,33 @@ class Vllm:
         """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
         cohort, pool = self.cohort, self.pool
         self._restarts = 0
-        context, waste = cohort.context, cohort.waste
+        size, context, empty, waste = cohort.size, cohort.context, cohort.empty, cohort.waste
         takes = cohort.takes(steps)
-        taken = sum(takes)
-        empty = cohort.empty + self.config.block_size * takes[0] - cohort.size
+        first_takes, taken = takes[0], sum(takes)
         waste_begun = cohort.advance(steps, taken)
+        empty += self.config.block_size * first_takes - size
         if waste_begun:
             waste += sum(slots for offset, slots in waste_begun if not offset)
-        run: DecodeRun[Member] = DecodeRun(
-            steps=steps,
-            decoders=cohort.size,
-            context=context,
-            takes=takes,
-            free_blocks=pool.free - takes[0],
-            cached_blocks=min(pool.idle, pool.free - takes[0]),  # blocks without content are taken first
-            evicted=pool.take(taken),
-            running=len(self.running),
-            waiting=len(self.waiting),
-            shared_blocks=pool.shared,
-            empty_slots=empty,
-            reserved_slots=empty - waste,
-            waste_begun=waste_begun,
-            finished=cohort.finished(),
-            free_blocks_end=0,
+        free = pool.free - first_takes
+        cached = min(pool.idle, free)  # blocks without content are taken first
+        run: DecodeRun[Member] = (
+            DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
+                steps,
+                size,
+                context,
+                takes,
+                pool.take(taken) if taken else 0,
+                free,
+                cached,
+                len(self.running),
+                len(self.waiting),
+                pool.shared,
+                empty,
+                empty - waste,
+                waste_begun,
+                cohort.finished(),
+                0,
+            )
         )
         for member in run.finished:
             self._finish(member)
@@ -309,10 +313,8 @@ class Vllm:
         """The longest cached prefix; at least one token stays to be computed."""
         if not self.config.enable_prefix_caching:
             return []
-        block_size, holding = self.config.block_size, self._holdings[member]
-        if not holding.runs:
-            holding.runs = content_runs(member.request.full_content(), block_size)
-        return self.pool.find(holding.runs, (member.num_tokens - 1) // block_size, self._publish_grower)
+        limit = (member.num_tokens - 1) // self.config.block_size
+        return self.pool.find(self._holdings[member], limit, self._publish_grower)
 
     def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
         """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""

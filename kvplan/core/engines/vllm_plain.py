@@ -1,161 +1,76 @@
-"""The vLLM 0.33.0 V1 scheduler and block pool, rule by rule, one step at a time.
+"""The vLLM 0.33.0 V1 scheduler, rule by rule, one call at a time.
 
-One full-attention group, synchronous. Written to be laid beside the rules, not to be fast: it is the judge of
-any faster engine. A step costs O(running + blocks touched). Rules: vllm/v1/core/sched/scheduler.py,
-kv_cache_manager.py and block_pool.py of vLLM 0.33.0; section names below follow docs/scheduler.md.
+Synchronous or asynchronous, with pipeline stages, aborts, several cache groups and drafts. Written to be laid beside
+the rules, not to be fast: it is the judge of any faster engine. A call costs O(running + blocks touched). Rules:
+vllm/v1/core/sched/scheduler.py and async_scheduler.py, v1/core/kv_cache_manager.py and v1/engine/core.py of vLLM
+0.33.0; names of rules below follow docs/scheduler.md.
 """
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from math import gcd, lcm
+from typing import NamedTuple
 
-from kvplan.core.content import BlockHash, block_hashes
+from kvplan.core.content import block_hashes
 from kvplan.core.engine import (
     RESTARTS_TO_GIVE_UP,
     Holding,
+    Live,
     PoolPicture,
     Preemption,
     SchedulerConfig,
-    Sequence,
     Turn,
     why_stuck,
 )
+from kvplan.core.engines.plain_groups import (
+    ChunkedGroup,
+    FullGroup,
+    Geometry,
+    PlainSequence,
+    PrefixHit,
+    SlidingGroup,
+    Span,
+    find_prefix,
+    kinds_of,
+)
+from kvplan.core.engines.plain_pool import BlockPool
+from kvplan.core.engines.plain_states import RunningStateGroup, StateGroup, chunk_end
 from kvplan.core.request import Request
 
 
-class BlockPool:
-    """Blocks ``0 .. num_blocks-1`` with reference counts, one free queue and one hash index.
+class Share(NamedTuple):
+    """A sequence's part of a batch: ``tokens``, of which the last ``drafts`` are drafts; whether it samples."""
 
-    Invariants, between calls: (1) every block but the null block 0 is either in the free queue or
-    referenced, never both; (2) ``references[b]`` counts the tables that hold b; (3) the free queue holds
-    first the blocks without content, last freed first, then cached blocks, first freed first;
-    (4) ``index`` lists exactly the blocks that have a hash, for each hash in order of entry; (5) ``shared`` counts
-    the blocks with more than one user, ``idle`` the free ones with content; (6) a failed request for blocks changes
-    nothing.
-    """
-
-    def __init__(self, num_blocks: int) -> None:
-        self.references = [0] * num_blocks
-        self.hashes: list[BlockHash | None] = [None] * num_blocks
-        self.index: dict[BlockHash, list[int]] = {}
-        self.shared = 0
-        self.idle = 0
-        # The free queue is linked through two lists of block ids; entry num_blocks is both ends.
-        self._end = num_blocks
-        self._next = [*range(1, num_blocks + 1), 0]
-        self._previous = [num_blocks, *range(num_blocks)]
-        self.num_free = num_blocks
-        if num_blocks:
-            self._unlink(0)  # the null block is taken out for good
-
-    def free_queue(self) -> Iterator[int]:
-        """Block ids in the order in which they would be taken."""
-        block = self._next[self._end]
-        while block != self._end:
-            yield block
-            block = self._next[block]
-
-    def take(self, count: int, evicted: list[int]) -> list[int]:
-        """Take ``count`` blocks from the head of the queue; a block with content loses it.
-
-        Ids of such blocks are appended to ``evicted``. ``count`` must not exceed ``num_free``.
-        """
-        assert count <= self.num_free, "the caller checks that the blocks are there"
-        taken = []
-        for _ in range(count):
-            block = self._next[self._end]
-            self._unlink(block)
-            if self.hashes[block] is not None:
-                self._forget(block)
-                evicted.append(block)
-                self.idle -= 1
-            self.references[block] = 1
-            taken.append(block)
-        return taken
-
-    def hold(self, blocks: list[int]) -> None:
-        """Add a user to cached blocks; idle ones leave the free queue, wherever they lie in it."""
-        for block in blocks:
-            users = self.references[block]
-            if users == 0:
-                self._unlink(block)
-                self.idle -= 1
-            elif users == 1:
-                self.shared += 1
-            self.references[block] = users + 1
-
-    def release(self, table: list[int]) -> None:
-        """Take a user from each block of a table, last block first.
-
-        Blocks without users go to the head of the queue if they hold nothing reusable, else to its
-        tail, each group in the order met.
-        """
-        blank = []
-        for block in reversed(table):
-            users = self.references[block] - 1
-            assert users >= 0, "a block was freed twice"
-            self.references[block] = users
-            if users == 0:
-                if self.hashes[block] is None:
-                    blank.append(block)
-                else:
-                    self._link(block, before=self._end)
-                    self.idle += 1
-            elif users == 1:
-                self.shared -= 1
-        for block in reversed(blank):
-            self._link(block, before=self._next[self._end])
-
-    def enter(self, block: int, block_hash: BlockHash) -> None:
-        """Make a full block findable. Another block with the same hash stays findable too."""
-        assert self.hashes[block] is None, "a block is entered once"
-        self.hashes[block] = block_hash
-        self.index.setdefault(block_hash, []).append(block)
-
-    def find(self, block_hash: BlockHash) -> int | None:
-        """The block entered first among those with this hash, or None."""
-        blocks = self.index.get(block_hash)
-        return blocks[0] if blocks else None
-
-    def _forget(self, block: int) -> None:
-        block_hash = self.hashes[block]
-        assert block_hash is not None
-        self.hashes[block] = None
-        blocks = self.index[block_hash]
-        blocks.remove(block)
-        if not blocks:
-            del self.index[block_hash]
-
-    def _unlink(self, block: int) -> None:
-        before, after = self._previous[block], self._next[block]
-        self._next[before] = after
-        self._previous[after] = before
-        self.num_free -= 1
-
-    def _link(self, block: int, *, before: int) -> None:
-        after, ahead = before, self._previous[before]
-        self._next[ahead] = self._previous[after] = block
-        self._previous[block] = ahead
-        self._next[block] = after
-        self.num_free += 1
+    sequence: PlainSequence
+    tokens: int
+    drafts: int
+    samples: bool
 
 
-class PlainSequence(Sequence):
-    """A sequence with its block table; the first ``cached`` of its ``blocks`` were offered to the cache.
+class Room:
+    """What a step has left to hand out: tokens, and slots of the input, of which each request takes ``extra`` more."""
 
-    ``block_hashes`` has one hash for each full block of its tokens; ``later_hashes`` gives those to come.
-    """
+    def __init__(self, tokens: int, extra: int) -> None:
+        self._tokens = self._input = tokens
+        self._extra = extra
 
-    __slots__ = ("block_hashes", "blocks", "cached", "later_hashes")
+    @property
+    def left(self) -> int:
+        """Tokens that one more request can be given, 0 if none."""
+        return max(0, min(self._tokens, self._input - self._extra))
 
-    def __init__(self, request: Request, queue_key: tuple[int, int], max_model_len: int) -> None:
-        super().__init__(request, queue_key, max_model_len)
-        self.blocks: list[int] = []
-        self.cached = 0
-        self.block_hashes: list[BlockHash] = []
-        self.later_hashes: Iterator[BlockHash] = iter(())
+    def take(self, tokens: int) -> None:
+        """Give so many to a request."""
+        self._tokens -= tokens
+        self._input -= tokens + self._extra
+
+    def give_back(self, tokens: int) -> None:
+        """Undo `take`."""
+        self._tokens += tokens
+        self._input += tokens + self._extra
 
 
 class VllmPlain:
@@ -166,6 +81,20 @@ class VllmPlain:
         self.pool = BlockPool(config.num_gpu_blocks)
         self.running: list[PlainSequence] = []
         self.waiting: deque[PlainSequence] = deque()
+        self.groups = make_groups(config, self.pool)
+        self._kinds = kinds_of(self.groups)
+        self._states = [group for group in self.groups if isinstance(group, StateGroup)]
+        self._drops = any(group.drops for group in self.groups)
+        self._geometry = self.groups[0].geometry
+        self._lookahead = config.speculative.lookahead if config.speculative else 0
+        self._hashed_after = config.speculative.hashed_after if config.speculative else 0
+        #: Planned batches whose output was not processed, oldest first.
+        self._batches: deque[list[Share]] = deque()
+        #: Whether somebody finished or was aborted since the last `schedule`: with a batch queue that is work.
+        self._has_notice = False
+        self._was_aborted = False
+        self._num_schedules = 0
+        self._quiet_calls = 0
         self._num_added = 0
         self._outgrown: set[PlainSequence] = set()
         #: How often a sequence outgrew the pool, alone, since anybody sampled a token.
@@ -173,8 +102,12 @@ class VllmPlain:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is live."""
-        return not self.running and not self.waiting
+        """Whether no call is due: no request is live, and no batch is left to be processed."""
+        return not self._has_work and not self._batches
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.running or self.waiting or self._has_notice)
 
     @property
     def is_livelocked(self) -> bool:
@@ -194,7 +127,12 @@ class VllmPlain:
         """None: this engine takes one step a turn and needs no forecast of its time."""
         return None
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks of the pool, now."""
+        return self.pool.num_free
+
+    def live(self) -> Iterator[Live]:
         """Of every live request: id, tokens so far, prompt included, and the most of them that ever had KV."""
         return ((s.id, s.num_tokens, s.high_water) for s in (*self.running, *self.waiting))
 
@@ -211,7 +149,7 @@ class VllmPlain:
             contents=tuple(self.pool.hashes),
         )
 
-    # Arrival
+    # Arrival and abort
 
     def refusal(self, request: Request) -> str | None:
         """Why the front end turns a request away before it reaches the scheduler, or None."""
@@ -220,65 +158,99 @@ class VllmPlain:
     def add(self, request: Request) -> None:
         """Queue a request; `refusal` must be None. Hashes the full blocks of its prompt."""
         priority = request.priority if self.config.policy == "priority" else 0
-        sequence = PlainSequence(request, (priority, self._num_added), self.config.max_model_len)
+        key = (priority, self._num_added)
+        sequence = PlainSequence(request, key, self.config.max_model_len, len(self.groups))
         self._num_added += 1
         if self.config.enable_prefix_caching:
-            hashes = block_hashes(request.full_content(), self.config.block_size)
-            sequence.later_hashes = hashes
-            for _ in range(request.input_tokens // self.config.block_size):
-                sequence.block_hashes.append(next(hashes))
+            content, size = request.full_content(), self._geometry.hash_size
+            sequence.later_hashes = block_hashes(content, size, self._hashed_after)
+            self._hash_full_blocks(sequence)
         if self.config.policy == "fcfs":
             self.waiting.append(sequence)
         else:
             insort(self.waiting, sequence, key=_queue_key)
 
-    # One step
+    def abort(self, request_id: str) -> Live:
+        """Let go of a live request at once: its blocks are free, and its output in flight will be ignored."""
+        sequence = next(s for s in (*self.running, *self.waiting) if s.id == request_id)
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        else:
+            self.running.remove(sequence)
+        self._outgrown.discard(sequence)
+        self._was_aborted = True
+        self._free(sequence)
+        return sequence.id, sequence.num_tokens, sequence.high_water
 
-    def turn(self, max_steps: int = 1) -> Turn[PlainSequence]:
-        """Schedule one step and process its output. ``max_steps`` allows more; this engine takes one."""
+    def _free(self, sequence: PlainSequence) -> None:
+        """Free the blocks of a sequence that is gone, group by group; they stay listed in it, for `picture`."""
+        sequence.is_gone = True
+        self._has_notice = self.config.queue_size > 1
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.release(table)
+
+    def _hash_full_blocks(self, sequence: PlainSequence) -> None:
+        """Hash what of its tokens has become a full block."""
+        full = (sequence.num_tokens - self._hashed_after) // self._geometry.hash_size
+        while len(sequence.hashes) < full:
+            sequence.hashes.append(next(sequence.later_hashes))
+
+    # One call of the engine
+
+    def turn(
+        self, max_steps: int = 1, wait: Callable[[Turn[PlainSequence]], None] | None = None
+    ) -> Turn[PlainSequence]:
+        """Plan a batch if there is work; process the oldest one unless the queue has room for another.
+
+        ``wait`` is called while the engine waits for the output of the batch that it processes. ``max_steps`` allows
+        more; this engine takes one.
+        """
         assert max_steps >= 1
         turn: Turn[PlainSequence] = Turn()
-        self.schedule(turn)
-        self.settle(turn)
+        turn.planned = self._has_work
+        if turn.planned:
+            self.schedule(turn)
+        else:
+            self._count(turn)
+        has_room = turn.planned and len(self._batches) < self.config.queue_size
+        if has_room and (turn.scheduled or self._has_work):
+            turn.processed = False
+            turn.free_blocks_end = self.pool.num_free
+        else:
+            if wait is not None:
+                wait(turn)
+            self.settle(turn)
+        self._note_quiet(turn)
         return turn
 
+    def _note_quiet(self, turn: Turn[PlainSequence]) -> None:
+        """Without a batch queue one call in which nothing happens is the last; with one, several in a row."""
+        if self.config.queue_size == 1:
+            turn.keeps_going = self._was_aborted
+        else:
+            happened = turn.scheduled or turn.preempted or turn.sampled or turn.finished or self._was_aborted
+            self._quiet_calls = 0 if happened else self._quiet_calls + 1
+            patience = 2 * (self.config.queue_size + 1)
+            is_live = bool(self.running or self.waiting)
+            turn.keeps_going = not is_live or self._quiet_calls < patience
+        self._was_aborted = False
+
     def schedule(self, turn: Turn[PlainSequence]) -> None:
-        """Hand out this step's tokens: running sequences first, then waiting ones."""
-        budget = self.config.max_num_batched_tokens
+        """Plan a batch: running sequences first, then waiting ones."""
+        self._has_notice = False
+        for group in self._states:
+            group.begin_schedule()
+        drafting = self.config.speculative
+        room = Room(self.config.max_num_batched_tokens, drafting.extra_input if drafting else 0)
         cap = self._prefill_cap()
         scheduled: dict[PlainSequence, int] = {}
-        budget = self._schedule_running(turn, scheduled, budget, cap)
+        self._schedule_running(turn, scheduled, room, cap)
         if not turn.preempted:
-            self._schedule_waiting(turn, scheduled, budget, cap)
+            self._schedule_waiting(turn, scheduled, room, cap)
         turn.scheduled = list(scheduled.items())
-        self._compute(turn)
-        self._count_slots(turn)
-        turn.evicted = len(turn.evicted_blocks)
-        turn.free_blocks, turn.cached_blocks = self.pool.num_free, self.pool.idle
-        turn.shared_blocks = self.pool.shared
-        turn.running = len(self.running)
-        turn.waiting = len(self.waiting)
-
-    def settle(self, turn: Turn[PlainSequence]) -> None:
-        """Append the sampled tokens, in scheduling order, and free the sequences that stop."""
-        caching = self.config.enable_prefix_caching
-        for sequence, _ in turn.scheduled:
-            if sequence.computed < sequence.num_tokens:
-                continue
-            sequence.num_tokens += 1
-            turn.sampled.append(sequence)
-            if sequence.num_tokens >= sequence.max_tokens:
-                turn.finished.append(sequence)
-            elif caching and sequence.num_tokens % self.config.block_size == 0:
-                sequence.block_hashes.append(next(sequence.later_hashes))
-        if turn.sampled:
-            self._restarts = 0
-        if turn.finished:
-            done = set(turn.finished)
-            self.running = [s for s in self.running if s not in done]
-            for sequence in turn.finished:
-                self.pool.release(sequence.blocks)  # they stay listed in it, for `picture`
-        turn.free_blocks_end = self.pool.num_free
+        self._batches.append([self._advance(turn, sequence, tokens) for sequence, tokens in turn.scheduled])
+        self._num_schedules += 1
+        self._count(turn)
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
@@ -292,35 +264,58 @@ class VllmPlain:
     # The running loop
 
     def _schedule_running(
-        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
-    ) -> int:
-        """Walk the running list in order of admission; returns the budget that is left."""
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], room: Room, cap: int
+    ) -> None:
+        """Walk the running list in order of admission."""
         index = 0
-        while index < len(self.running) and budget > 0:
+        while index < len(self.running) and room.left > 0:
             sequence = self.running[index]
-            tokens = sequence.num_tokens - sequence.computed
-            if 0 < cap < tokens:
-                tokens = cap
-            tokens = min(tokens, budget, self.config.max_model_len - sequence.computed - 1)
+            tokens = self._tokens_to_run(sequence, cap, room.left)
             if tokens == 0:
                 index += 1
                 continue
             fits = True
-            while fits and not self._grow(turn, sequence, tokens):
+            while fits and (needed := self._grow(turn, sequence, tokens)):
                 victim = self._remove_victim()
                 if victim in scheduled:  # by priority only: its part of this step is undone
-                    budget += scheduled.pop(victim)
+                    room.give_back(scheduled.pop(victim))
+                    turn.drafts.pop(victim, None)
                     index -= 1
-                self._note_preemption(turn, victim, sequence, tokens)
+                self._note_preemption(turn, victim, sequence, needed)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
             if fits:
+                self._note_drafts(turn, sequence, tokens)
                 scheduled[sequence] = tokens
-                budget -= tokens
+                room.take(tokens)
                 index += 1
             elif self.config.policy == "fcfs":
                 break
-        return budget
+
+    def _tokens_to_run(self, sequence: PlainSequence, cap: int, most: int) -> int:
+        """Tokens that a running sequence gets: those it lacks, its placeholders and drafts among them; 0 skips it."""
+        computed, placeholders = sequence.computed, sequence.placeholders
+        if self._num_schedules < sequence.eligible:
+            return 0
+        if placeholders > 0 and computed + 2 - placeholders >= sequence.max_tokens:
+            return 0  # some token in flight is sure to be its last
+        tokens = sequence.num_tokens + sequence.drafts + placeholders - computed
+        if 0 < cap < tokens:
+            tokens = cap
+        tokens = min(tokens, most, self.config.max_model_len - computed - 1)
+        return self._whole_states(sequence, computed, tokens)
+
+    def _whole_states(self, sequence: PlainSequence, start: int, tokens: int) -> int:
+        """With state groups: what is left of a chunk that must end where a state can be kept."""
+        if not self._states:
+            return tokens
+        return max(0, chunk_end(self._states, self.config, sequence, start, start + tokens) - start)
+
+    def _note_drafts(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> None:
+        """How many of the scheduled tokens are drafts: those beyond the tokens known and in flight."""
+        beyond = tokens + sequence.computed - sequence.num_tokens - sequence.placeholders
+        if sequence.drafts and beyond > 0:
+            turn.drafts[sequence] = min(sequence.drafts, beyond)
 
     def _remove_victim(self) -> PlainSequence:
         """FCFS: the last in the list. Priority: the greatest (priority, arrival)."""
@@ -331,15 +326,14 @@ class VllmPlain:
         return victim
 
     def _note_preemption(
-        self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, tokens: int
+        self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, needed: int
     ) -> None:
         """Tell who needed how many blocks, and what is thrown away for it."""
-        needed = self._blocks_for(trigger.computed + tokens) - len(trigger.blocks)
         turn.preemptions.append(
             Preemption(
                 victim=victim.id,
                 trigger=trigger.id,
-                is_decode=trigger.computed + 1 == trigger.num_tokens,
+                is_decode=trigger.computed + 1 == trigger.num_tokens + trigger.placeholders,
                 needed_blocks=needed,
                 free_blocks=self.pool.num_free,
                 lost_tokens=victim.computed,
@@ -347,15 +341,21 @@ class VllmPlain:
         )
 
     def _preempt(self, turn: Turn[PlainSequence], victim: PlainSequence) -> None:
-        """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
+        """Free a sequence's blocks and queue it to be computed anew: FCFS at the front.
+
+        What it has in flight is not lost, but it is not admitted again before that is in.
+        """
         if not self.running:  # it was alone: no pool state could ever let it go on
             self._outgrown.add(victim)
             self._restarts += 1
         turn.preempted.append(victim)
         turn.new_blocks.pop(victim, None)
-        self.pool.release(victim.blocks)
-        victim.blocks = []
-        victim.computed = 0
+        turn.new_tables.pop(victim, None)
+        for group, table in zip(self.groups, victim.tables, strict=True):
+            group.release(table)
+            table.clear()
+        victim.computed = victim.placeholders = victim.drafts = 0
+        victim.stale = victim.in_flight
         victim.num_preemptions += 1
         if self.config.policy == "fcfs":
             self.waiting.appendleft(victim)
@@ -365,113 +365,198 @@ class VllmPlain:
     # The waiting loop
 
     def _schedule_waiting(
-        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], room: Room, cap: int
     ) -> None:
-        """Admit from the head of the queue until one does not fit; nobody behind it is tried."""
+        """Admit from the head of the queue until one does not fit; nobody behind it is tried.
+
+        Only those whose tokens are still in flight since they were preempted are set aside, and put back in the end.
+        """
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
-        while budget > 0 and self.waiting and len(self.running) < limit:
+        may_pad = bool(scheduled), any(sequence.is_partial for sequence in scheduled)
+        set_aside: list[PlainSequence] = []
+        while room.left > 0 and self.waiting and len(self.running) < limit:
             sequence = self.waiting[0]
+            if sequence.stale > 0:
+                set_aside.append(self.waiting.popleft())
+                continue
             hit = self._find_prefix(sequence)
-            hit_tokens = len(hit) * config.block_size
-            tokens = sequence.num_tokens - hit_tokens
-            if 0 < cap < tokens:
-                tokens = cap
-            if not config.enable_chunked_prefill and tokens > budget:
-                break
-            tokens = min(tokens, budget)
-            if not self._admit(turn, sequence, hit, tokens):
+            padding = self._padding(sequence, hit.tokens, *may_pad)
+            tokens, drafts = self._tokens_to_admit(sequence, hit.tokens, padding, cap, room.left)
+            if tokens == 0 or not self._admit(turn, sequence, hit, tokens):
                 break
             self.waiting.popleft()
             self.running.append(sequence)
-            sequence.computed = hit_tokens
+            sequence.computed = hit.tokens
             (turn.resumed if sequence.num_preemptions else turn.admitted).append(sequence)
-            turn.prefix_hits.append((sequence, hit_tokens))
+            turn.prefix_hits.append((sequence, hit.tokens))
+            if drafts:
+                turn.drafts[sequence] = drafts
             scheduled[sequence] = tokens
-            budget -= tokens
+            room.take(tokens)
+        self._put_back(set_aside)
 
-    def _find_prefix(self, sequence: PlainSequence) -> list[int]:
-        """The longest run of cached blocks from the start; at least one token stays to be computed."""
-        hit: list[int] = []
+    def _put_back(self, set_aside: list[PlainSequence]) -> None:
+        if self.config.policy == "fcfs":
+            self.waiting.extendleft(reversed(set_aside))
+        else:
+            for sequence in set_aside:
+                insort(self.waiting, sequence, key=_queue_key)
+
+    def _padding(
+        self, sequence: PlainSequence, hit_tokens: int, others_run: bool, others_partial: bool
+    ) -> int:
+        """Placeholder drafts for a sequence that lacks a single token, so that it runs like those who decode."""
+        drafting = self.config.speculative
+        if drafting is None or sequence.num_tokens - hit_tokens != 1 or others_partial:
+            return 0
+        if not others_run and hit_tokens == 0:
+            return 0
+        fits = hit_tokens + 2 + drafting.num_drafts <= self.config.max_model_len
+        return drafting.num_drafts if fits else 0
+
+    def _tokens_to_admit(
+        self, sequence: PlainSequence, hit_tokens: int, padding: int, cap: int, most: int
+    ) -> tuple[int, int]:
+        """Tokens of a first chunk, and drafts among them; 0 tokens end the waiting loop."""
+        tokens = sequence.num_tokens - hit_tokens + padding
+        if 0 < cap < tokens:
+            tokens = cap
+        if tokens > most and (padding or not self.config.enable_chunked_prefill):
+            return 0, 0
+        tokens = min(tokens, most)
+        whole = self._whole_states(sequence, hit_tokens, tokens)
+        if padding and whole != tokens:
+            return min(whole, 1), 0
+        return whole, padding
+
+    def _find_prefix(self, sequence: PlainSequence) -> PrefixHit:
+        """The longest prefix in the cache; sets the sequence's junction anew."""
         if not self.config.enable_prefix_caching:
-            return hit
-        for block_hash in sequence.block_hashes[: (sequence.num_tokens - 1) // self.config.block_size]:
-            block = self.pool.find(block_hash)
-            if block is None:
-                break
-            hit.append(block)
+            return PrefixHit(0, [[] for _ in self.groups])
+        hit = find_prefix(self._kinds, len(self.groups), sequence)
+        sequence.junction = hit.junction
         return hit
 
     # Allocation
 
-    def _grow(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> bool:
-        """Give a running sequence the blocks for ``tokens`` more; False, and no change, if they lack."""
-        end = sequence.computed + tokens
-        need = self._blocks_for(end) - len(sequence.blocks)
-        if need > self.pool.num_free:
-            return False
-        if need > 0:
-            taken = self.pool.take(need, turn.evicted_blocks)
-            sequence.blocks += taken
-            turn.new_blocks[sequence] = taken
-        self._publish(sequence, end)
-        return True
+    def _span(self, start: int, tokens: int) -> Span:
+        """The tokens of an allocation; slots are needed for those that drafts will take too."""
+        end = start + tokens
+        return Span(start, end, min(end + self._lookahead, self.config.max_model_len))
 
-    def _admit(self, turn: Turn[PlainSequence], sequence: PlainSequence, hit: list[int], tokens: int) -> bool:
+    def _grow(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> int:
+        """Give a running sequence the blocks for ``tokens`` more; 0, or how many it needs if they are not there.
+
+        What is out of reach of all tokens that are not processed is freed first, and stays so.
+        """
+        span = self._span(sequence.computed, tokens)
+        pairs = list(zip(self.groups, sequence.tables, strict=True))
+        if self._drops:
+            done = sequence.computed - sequence.in_flight
+            for group, table in pairs:
+                if group.drop(table, done):
+                    self._note_change(turn, sequence, [])
+        need = 0
+        for group, table in pairs:
+            need += group.need(sequence, table, (), span)
+        if need > self.pool.num_free:
+            return need
+        for group, table in pairs:
+            taken = group.take(table, span, turn.evicted_blocks)
+            if taken:
+                self._note_change(turn, sequence, taken)
+        self._offer(sequence, span.end)
+        return 0
+
+    def _admit(self, turn: Turn[PlainSequence], sequence: PlainSequence, hit: PrefixHit, tokens: int) -> bool:
         """Give a waiting sequence its hit and the blocks of its first chunk; False, and no change, if not.
 
         Idle hit blocks count as needed: adopting them takes them out of the free queue. The
         watermark is kept free only while others run.
         """
         config, pool = self.config, self.pool
-        idle = sum(1 for block in hit if pool.references[block] == 0)
         kept_free = int(config.watermark * config.num_gpu_blocks) if self.running else 0
-        if config.scheduler_reserve_full_isl:
-            need_all = max(0, self._blocks_for(sequence.num_tokens) - len(hit))
-            if need_all + idle + kept_free > pool.num_free:
-                return False
-        end = len(hit) * config.block_size + tokens
-        need = max(0, self._blocks_for(end) - len(hit))
-        if need + idle + kept_free > pool.num_free:
+        parts = list(zip(self.groups, sequence.tables, hit.blocks, strict=True))
+        if not all(group.may_adopt(blocks) for group, _, blocks in parts):
             return False
-        pool.hold(hit)
-        sequence.blocks = hit + pool.take(need, turn.evicted_blocks)
-        sequence.cached = len(hit)
-        turn.new_blocks[sequence] = list(sequence.blocks)
-        self._publish(sequence, end)
+        if config.scheduler_reserve_full_isl:
+            need = sum(
+                group.need_for_all(sequence, table, blocks, hit.tokens) for group, table, blocks in parts
+            )
+            if need + kept_free > pool.num_free:
+                return False
+        span = self._span(hit.tokens, tokens)
+        need = sum(group.need(sequence, table, blocks, span) for group, table, blocks in parts)
+        if need + kept_free > pool.num_free:
+            return False
+        for group, table, blocks in parts:
+            group.adopt(table, blocks, hit.tokens)
+        for group, table, _ in parts:
+            group.take(table, span, turn.evicted_blocks)
+        self._note_change(turn, sequence, sequence.blocks)
+        self._offer(sequence, span.end)
         return True
 
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-min(tokens, self.config.max_model_len) // self.config.block_size)
+    def _note_change(self, turn: Turn[PlainSequence], sequence: PlainSequence, gained: list[int]) -> None:
+        """Note that block tables changed: of one group what was gained, of several all of them."""
+        if len(self.groups) == 1:
+            turn.new_blocks[sequence] = [*turn.new_blocks.get(sequence, ()), *gained]
+        else:
+            turn.new_tables[sequence] = [table.blocks for table in sequence.tables]
 
-    def _publish(self, sequence: PlainSequence, tokens: int) -> None:
-        """Enter the full blocks of the first ``tokens`` in the cache: when allocated, not when computed."""
-        block_size = self.config.block_size
-        if not self.config.enable_prefix_caching or tokens < (sequence.cached + 1) * block_size:
+    def _offer(self, sequence: PlainSequence, tokens: int) -> None:
+        """Enter the full blocks of the first ``tokens`` in the cache: when allocated, not when computed.
+
+        With several groups no further than where all of them have a block end.
+        """
+        if not self.config.enable_prefix_caching:
             return
-        end = min(min(tokens, sequence.num_tokens) // block_size, len(sequence.block_hashes))
-        for i in range(sequence.cached, end):
-            self.pool.enter(sequence.blocks[i], sequence.block_hashes[i])
-        sequence.cached = max(sequence.cached, end)
+        tokens = min(tokens, sequence.num_tokens)
+        if len(self.groups) > 1:
+            tokens -= tokens % self._geometry.alignment
+        for group, table in zip(self.groups, sequence.tables, strict=True):
+            group.offer(sequence, table, tokens)
 
-    # What the step amounts to
+    # What the batch amounts to
 
-    def _compute(self, turn: Turn[PlainSequence]) -> None:
-        """Advance the scheduled sequences and sum up the step's work."""
-        work = turn.work
-        for sequence, tokens in turn.scheduled:
-            before = sequence.computed
-            sequence.computed = after = before + tokens
-            turn.scheduled_tokens += tokens
-            work.sampled += after >= sequence.num_tokens
-            if before >= sequence.request.input_tokens and tokens == 1:
-                work.decodes += 1
-                work.decode_context += after
-            else:
-                work.chunks.append((before, tokens))
-            if before < sequence.high_water:
-                turn.recomputed_tokens += min(after, sequence.high_water) - before
-            sequence.high_water = max(sequence.high_water, after)
+    def _advance(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> Share:
+        """Count a sequence's tokens as computed, and those that it will sample as known, once they are scheduled."""
+        config, work = self.config, turn.work
+        drafts = turn.drafts.get(sequence, 0)
+        before = sequence.computed
+        sequence.computed = after = before + tokens
+        sequence.in_flight += tokens
+        sequence.is_partial = after < sequence.num_tokens + sequence.placeholders
+        sequence.drafts = 0
+        samples = not sequence.is_partial
+        if samples and config.async_scheduling:
+            sequence.placeholders += 1 + drafts
+            sequence.drafts = config.speculative.num_drafts if config.speculative else 0
+            sequence.eligible = self._num_schedules + config.pipeline_parallel_size
+        turn.scheduled_tokens += tokens
+        if samples:
+            work.sampled += 1 + drafts
+        if before >= sequence.request.input_tokens and tokens == 1:
+            work.decodes += 1
+            work.decode_context += after
+        else:
+            work.chunks.append((before, tokens))
+        known = after - drafts
+        if before < sequence.high_water:
+            turn.recomputed_tokens += min(known, sequence.high_water) - before
+        sequence.high_water = max(sequence.high_water, known)
+        return Share(sequence, tokens, drafts, samples)
+
+    def _count(self, turn: Turn[PlainSequence]) -> None:
+        """Take the counts that hold after scheduling."""
+        pool = self.pool
+        turn.evicted = len(turn.evicted_blocks)
+        turn.new_tables = {s: [list(blocks) for blocks in tables] for s, tables in turn.new_tables.items()}
+        turn.free_blocks, turn.cached_blocks, turn.shared_blocks = pool.num_free, pool.idle, pool.shared
+        turn.running = len(self.running)
+        turn.waiting = len(self.waiting)
+        self._count_slots(turn)
 
     def _count_slots(self, turn: Turn[PlainSequence]) -> None:
         """Count slots without KV, all in the last block of each table, and those to be filled yet."""
@@ -481,6 +566,93 @@ class VllmPlain:
             if empty:
                 turn.empty_slots += empty
                 turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+
+    # Processing a batch
+
+    def settle(self, turn: Turn[PlainSequence]) -> None:
+        """Process the oldest batch: append what it sampled, in its order, and free the sequences that stop."""
+        drafting = self.config.speculative
+        for share in self._batches.popleft():
+            sequence = share.sequence
+            if sequence.is_gone:
+                continue
+            is_stale = sequence.stale > 0
+            sequence.in_flight -= share.tokens
+            if is_stale:
+                sequence.stale -= share.tokens
+            if share.samples:
+                self._put_out(turn, share, is_stale=is_stale)
+            if drafting is not None and not self.config.async_scheduling:
+                outputs = sequence.num_tokens - sequence.request.input_tokens
+                sequence.drafts = 0 if sequence.is_partial else drafting.proposed(sequence.id, outputs)
+        if turn.sampled:
+            self._restarts = 0
+            self._outgrown.difference_update(turn.sampled)
+        if turn.finished:
+            self.running = [s for s in self.running if not s.is_gone]
+        turn.free_blocks_end = self.pool.num_free
+
+    def _put_out(self, turn: Turn[PlainSequence], share: Share, *, is_stale: bool) -> None:
+        """Append the tokens that a sequence got, one and its accepted drafts, until it stops.
+
+        One that was preempted since (stale) gets them too, but nothing that depends on its blocks changes.
+        """
+        sequence = share.sequence
+        count = 1 + self._verify(turn, share, is_stale=is_stale)
+        had_placeholders = sequence.placeholders > 0
+        used = min(count, sequence.max_tokens - sequence.num_tokens)
+        sequence.num_tokens += used
+        if self.config.enable_prefix_caching:
+            self._hash_full_blocks(sequence)
+        turn.sampled.append(sequence)
+        if used > 1:
+            turn.extra_tokens[sequence] = used - 1
+        if not is_stale:
+            sequence.computed -= count - used
+            if had_placeholders:
+                sequence.placeholders -= count
+            if had_placeholders or self.config.speculative is not None:
+                sequence.high_water = max(sequence.high_water, sequence.computed - sequence.in_flight)
+                self._offer(sequence, sequence.computed - sequence.in_flight)
+        if sequence.num_tokens >= sequence.max_tokens:
+            turn.finished.append(sequence)
+            self._free(sequence)
+            if is_stale:
+                self.waiting.remove(sequence)
+
+    def _verify(self, turn: Turn[PlainSequence], share: Share, *, is_stale: bool) -> int:
+        """How many drafts were accepted; those that were not are computed no more."""
+        sequence, drafting = share.sequence, self.config.speculative
+        if not share.drafts or drafting is None:
+            return 0
+        outputs = sequence.num_tokens - sequence.request.input_tokens
+        accepted = drafting.accepted(sequence.id, outputs, share.drafts)
+        rejected = share.drafts - accepted
+        turn.accepted_drafts += accepted
+        turn.rejected_drafts += rejected
+        if not is_stale:
+            if sequence.computed > 0:
+                sequence.computed -= rejected
+            if sequence.placeholders > 0:
+                sequence.placeholders -= rejected
+        return accepted
+
+
+def make_groups(config: SchedulerConfig, pool: BlockPool) -> list[FullGroup]:
+    """The groups of these settings."""
+    kinds = {"full": FullGroup, "sliding": SlidingGroup, "chunked": ChunkedGroup}
+    sizes = [
+        config.block_size_of(spec) for spec in config.groups if (spec.kind, spec.mode) != ("state", "none")
+    ]
+    geometry = Geometry(lcm(*sizes), gcd(*sizes) or 1, len(config.groups))
+    groups = []
+    for number, spec in enumerate(config.groups):
+        if spec.kind == "state":
+            kind: type[FullGroup] = StateGroup if spec.mode == "align" else RunningStateGroup
+        else:
+            kind = kinds[spec.kind]
+        groups.append(kind(number, spec, config, pool, geometry))
+    return groups
 
 
 def _queue_key(sequence: PlainSequence) -> tuple[int, int]:
