@@ -49,14 +49,15 @@ class Expected:
 
     ``output`` is ``[requests, heads, head_dim]``, ``lse`` ``[requests, heads]``: the natural logarithm of the sum of
     exp(score), minus infinity for an empty request. With p the softmax: ``spread`` is the root of the sum of (p v)^2,
-    ``magnitude`` the sum of p |v|; ``products`` the largest sum of |q k| times scale, ``largest_score`` the largest
-    |score|, both ``[requests, heads]``.
+    ``magnitude`` the sum of p |v|, ``value_sums`` the sum of |v|; ``products`` the largest sum of |q k| times scale,
+    ``largest_score`` the largest |score|, both ``[requests, heads]``.
     """
 
     output: Floats
     lse: Floats
     spread: Floats = field(repr=False)
     magnitude: Floats = field(repr=False)
+    value_sums: Floats = field(repr=False)
     products: Floats = field(repr=False)
     largest_score: Floats = field(repr=False)
 
@@ -106,6 +107,7 @@ def contiguous_attention(query: Floats, keys: Floats, values: Floats, scores: Sc
         lse=lse,
         spread=np.sqrt(np.einsum("ht,thd->hd", share**2, values**2)),
         magnitude=np.einsum("ht,thd->hd", share, np.abs(values)),
+        value_sums=np.abs(values).sum(axis=0),
         products=np.max(products, axis=1, initial=0.0),
         largest_score=np.max(np.abs(score), axis=1, initial=0.0),
     )
@@ -129,7 +131,7 @@ def paged_attention(
         )
         for request, context in enumerate(context_lens)
     ]
-    names = ("output", "lse", "spread", "magnitude", "products", "largest_score")
+    names = ("output", "lse", "spread", "magnitude", "value_sums", "products", "largest_score")
     return Expected(**{name: np.stack([getattr(part, name) for part in parts]) for name in names})
 
 
@@ -162,7 +164,8 @@ def tolerance(expected: Expected, *, head_dim: int, dtype: str, weights: str, to
     With u = 2^-precision of a format, u32 = 2^-24 and lambda = 6:
 
     * the output is rounded once: ``relative`` = u(output), and half a quantum of its subnormal numbers;
-    * each weight is rounded on its own: lambda u(weights) sqrt(sum (p v)^2);
+    * each weight is rounded on its own: lambda u(weights) sqrt(sum (p v)^2), and below the normal numbers (float16,
+      where the largest weight is at least 1) by half a quantum, all to one side: 2^-25 sum |v|;
     * the product of query and key is a sum of head_dim terms in float32, and the score is scaled, shifted and
       subtracted, which moves a score by at most ``s`` = u32 (lambda sqrt(head_dim) sum|q k| scale + 4 |score|);
       a weight and their sum by 2 s + 2 x 2^-22, that of ``ex2.approx`` twice; times sum p |v|;
@@ -180,6 +183,7 @@ def tolerance(expected: Expected, *, head_dim: int, dtype: str, weights: str, to
         relative=out.unit_roundoff,
         absolute=_smallest(out) / 2
         + _LAMBDA * weight.unit_roundoff * expected.spread
+        + _smallest(weight) / 2 * expected.value_sums
         + shared[..., None] * expected.magnitude,
         lse=shared + 4 * u32 * (1 + finite_lse),
     )

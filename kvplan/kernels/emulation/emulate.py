@@ -44,7 +44,11 @@ class Order(IntEnum):
 
 @dataclass(frozen=True)
 class Launch:
-    """A kernel over a grid. ``pointers`` says which array each pointer of the arguments gets; others stay null."""
+    """A kernel over a grid.
+
+    ``pointers`` says which array each pointer of the arguments gets; others stay null. ``before`` moves a pointer back by
+    so many bytes: a cache of which only the far end is there tests that offsets are computed in 64 bits.
+    """
 
     kernel: str
     grid: tuple[int, int, int]
@@ -52,6 +56,7 @@ class Launch:
     shared_bytes: int
     arguments: ctypes.Structure
     pointers: Mapping[str, str]
+    before: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,7 @@ def _packed(
         parts += [_numbers(len(arguments)), arguments, _numbers(len(launch.pointers))]
         for pointer, array_name in launch.pointers.items():
             offset = getattr(type(launch.arguments), pointer).offset
-            parts.append(_numbers(offset, numbers[array_name]))
+            parts.append(_numbers(offset, numbers[array_name], launch.before.get(pointer, 0)))
     return b"".join(parts)
 
 

@@ -612,7 +612,7 @@ void run_launch(unsigned number) {
   turn_order.resize(num_threads);
 #ifdef KV_SANITIZER_THREAD
   // Nothing orders blocks, so each has its own shared memory, and neighbours have other threads.
-  const size_t num_sets = std::max<size_t>(1, std::min<size_t>(num_blocks, 1024 / num_threads));
+  const size_t num_sets = std::max<size_t>(1, std::min<size_t>(num_blocks, 512 / num_threads));
   const size_t num_shared = num_blocks;
 #else
   const size_t num_sets = 1, num_shared = 1;
@@ -914,8 +914,9 @@ void read_launch(Launch& read) {
   read.arguments.resize(read_number());
   read_all(read.arguments.data(), read.arguments.size());
   for (uint64_t left = read_number(); left > 0; --left) {
-    const uint64_t at = read_number(), buffer = read_number();
-    memcpy(&read.arguments[at], &buffers[buffer].data, sizeof(char*));
+    const uint64_t at = read_number(), buffer = read_number(), back = read_number();
+    const uint64_t address = reinterpret_cast<uint64_t>(buffers[buffer].data) - back;
+    memcpy(&read.arguments[at], &address, sizeof address);
   }
 }
 
