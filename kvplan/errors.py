@@ -2,8 +2,7 @@
 
     KvplanError            what is wrong, where, and what would mend it
     ├── InputError         wrong input or usage (exit code 2)
-    ├── DoesNotFit         a true "no": the engine would not start (exit code 1)
-    └── GpuMissing         no GPU, driver, CuPy or compiler to work with (exit code 3)
+    └── DoesNotFit         a true "no": the engine would not start (exit code 1)
 
 Any other exception is a bug in kvplan and keeps its traceback.
 """
@@ -46,12 +45,6 @@ class DoesNotFit(KvplanError):
     """Not a mistake but an answer: the engine would refuse to start with these settings."""
 
     exit_code = 1
-
-
-class GpuMissing(KvplanError):
-    """What a kernel needs to run or to be compiled is not there."""
-
-    exit_code = 3
 
 
 def unreadable(

@@ -1,0 +1,131 @@
+"""What `kernel-bench` prints: which kernels are right, what they take, how near the bandwidth they come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.text import Text
+
+from kvplan.report.tables import Screen, new_table
+from kvplan.text import literal
+from kvplan.units import counted, format_bytes, format_seconds, format_share
+
+if TYPE_CHECKING:
+    from kvplan.jobs.kernel_bench import CompiledKernel, KernelBenchResult, KernelResult, StepTime
+
+_BAR_CELLS = 40
+
+
+def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
+    """What was done, on what, and what came out."""
+    screen.say(_headline(result))
+    if result.compiled:
+        _print_compiled(screen, result.compiled)
+    if result.results:
+        if result.mode == "time":
+            _print_timed(screen, result.results)
+        else:
+            _print_validated(screen, result.results)
+    if result.step is not None:
+        _print_step(screen, result.step)
+    for skipped in result.skipped:
+        screen.say(f"left out: {literal(skipped.what)}: {literal(skipped.reason)}")
+    wrong = [row for row in result.results if not row.valid]
+    for row in wrong:
+        screen.say(f"{row.variant} is wrong on {literal(row.case)}: {literal(row.error or _off(row))}", style="bold red")
+    if result.results:
+        right = len(result.results) - len(wrong)
+        screen.say(f"{right:,} of {counted(len(result.results), 'result')} valid, against float64")
+
+
+def _headline(result: KernelBenchResult) -> str:
+    device = result.device
+    if device is not None:
+        return (
+            f"{literal(device.name)}: sm_{device.arch}, {device.num_sms} multiprocessors, "
+            f"{format_bytes(device.memory_bytes)}; CUDA {device.driver_cuda} (driver), {device.cupy_cuda} (CuPy)"
+        )
+    if result.mode == "compile":
+        return "compiled by NVRTC for GPUs that are not here: nothing ran"
+    return "emulated on the CPU: the same source, right or wrong, but no times"
+
+
+def _print_compiled(screen: Screen, rows: Sequence[CompiledKernel]) -> None:
+    table = new_table("kernel", "arch", "registers", "budget", "spilled", "shared", "code")
+    for row in rows:
+        table.add_row(
+            row.variant.removeprefix("kvplan_"),
+            f"sm_{row.arch}",
+            str(row.registers),
+            str(row.register_budget),
+            Text(f"{row.spill_bytes} B", style="" if row.is_good else "bold red"),
+            format_bytes(row.shared_bytes),
+            format_bytes(row.cubin_bytes),
+        )
+    screen.show(table)
+    good = sum(row.is_good for row in rows)
+    screen.say(f"{good:,} of {len(rows):,} within their registers, without spills ({rows[0].compiler})")
+
+
+def _print_validated(screen: Screen, rows: Sequence[KernelResult]) -> None:
+    """A row a variant, with its worst case."""
+    table = new_table("kernel", "cases", "valid", "largest error", "of what is allowed", "in")
+    for variant in dict.fromkeys(row.variant for row in rows):
+        own = [row for row in rows if row.variant == variant]
+        worst = max(own, key=lambda row: float("inf") if not row.valid else _used(row))
+        valid = sum(row.valid for row in own)
+        table.add_row(
+            variant.removeprefix("kvplan_"),
+            str(len(own)),
+            Text(str(valid), style="" if valid == len(own) else "bold red"),
+            "-" if worst.max_abs_error is None else f"{worst.max_abs_error:.2e}",
+            format_share(_used(worst)) if worst.tolerance else "every byte",
+            literal(worst.case),
+        )
+    screen.show(table)
+
+
+def _print_timed(screen: Screen, rows: Sequence[KernelResult]) -> None:
+    table = new_table("kernel", "shape", "KV", "p50", "p90", "achieved", "of datasheet", "of copy", "valid")
+    for row in rows:
+        table.add_row(
+            f"{row.kernel} {row.kv_cache_dtype}",
+            f"{row.batch}x{row.seq} {row.heads}/{row.kv_heads}x{row.head_dim} b{row.block_size}",
+            format_bytes(row.bytes_moved),
+            format_seconds(None if row.time_s is None else row.time_s.p50),
+            format_seconds(None if row.time_s is None else row.time_s.p90),
+            "-" if row.achieved_bytes_per_s is None else f"{row.achieved_bytes_per_s / 1e9:,.0f} GB/s",
+            format_share(row.bandwidth_share),
+            format_share(row.copy_share),
+            Text("yes" if row.valid else "NO", style="" if row.valid else "bold red"),
+        )
+    screen.show(table)
+    copies = {row.copy_bytes_per_s for row in rows if row.copy_bytes_per_s is not None}
+    for copy in sorted(copies):
+        screen.say(f"a plain copy in this GPU's memory: {copy / 1e9:,.0f} GB/s, read and written counted")
+    for row in rows:
+        share = row.bandwidth_share if row.bandwidth_share is not None else row.copy_share
+        if share is not None:
+            cells = "█" * round(_BAR_CELLS * min(share, 1))
+            screen.say(f"{cells:░<{_BAR_CELLS}} {row.kernel} {row.kv_cache_dtype} {row.batch}x{row.seq}")
+
+
+def _print_step(screen: Screen, step: StepTime) -> None:
+    line = (
+        f"a decode step of {literal(step.model)}, {step.batch} sequences of {step.seq:,} tokens: attention of "
+        f"{step.num_layers} layers by {step.kernel} takes {format_seconds(step.time_s.p50)}"
+    )
+    if step.predicted_s is None:
+        screen.say(f"{line}; the simulator does not know this GPU")
+    else:
+        share = step.time_s.p50 / step.predicted_s
+        screen.say(f"{line}; the simulator reckons with {format_seconds(step.predicted_s)} (x {share:.2f})")
+
+
+def _used(row: KernelResult) -> float:
+    return 0.0 if row.tolerance is None else row.tolerance.get("used", 0.0)
+
+
+def _off(row: KernelResult) -> str:
+    return f"off by {row.max_abs_error:.3g}" if row.max_abs_error is not None else "no number came out"
