@@ -85,19 +85,38 @@ def soft(error: float) -> float:
 def descend(
     loss: Callable[[Mapping[ConstantName, float]], float], start: Mapping[ConstantName, float]
 ) -> Fitted:
-    """The least loss from ``start`` by steps along one constant at a time, halved where none helps."""
+    """The least loss from ``start``, by a pattern search on logarithms (Hooke and Jeeves 1961).
+
+    One constant after another is tried a step up and down; what all of them gained together is tried once more, so
+    that a valley that runs askew is followed. Where nothing helps the step is halved.
+    """
     best, least, step = dict(start), loss(start), 0.3
     while step > 1e-4:
-        better = False
-        for name, value in list(best.items()):
-            for factor in (1 + step, 1 / (1 + step)):
-                tried = {**best, name: value * factor}
-                found = loss(tried)
-                if found < least:
-                    best, least, better = tried, found, True
-        if not better:
+        found, value = _sweep(loss, best, least, step)
+        if value >= least:
             step /= 2
+        while value < least:
+            ahead = {name: found[name] ** 2 / best[name] for name in best}
+            best, least = found, value
+            found, value = _sweep(loss, ahead, loss(ahead), step)
     return best
+
+
+def _sweep(
+    loss: Callable[[Mapping[ConstantName, float]], float],
+    start: Mapping[ConstantName, float],
+    least: float,
+    step: float,
+) -> tuple[Fitted, float]:
+    """The best after each constant was tried a step up and down, and its loss."""
+    best = dict(start)
+    for name in start:
+        for factor in (1 + step, 1 / (1 + step)):
+            tried = {**best, name: best[name] * factor}
+            value = loss(tried)
+            if value < least:
+                best, least = tried, value
+    return best, least
 
 
 if __name__ == "__main__":

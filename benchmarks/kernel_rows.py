@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from kvplan.config import load_gpu
 from kvplan.core.communication import Link
-from kvplan.core.cost import Attention, GpuRates, LatencyModel, Matrices, Reductions, StageShape
+from kvplan.core.cost import LatencyModel
 from kvplan.core.engine import StepWork
 from kvplan.core.step_constants import StepConstants
+from kvplan.core.step_shape import Attention, GpuRates, Matrices, Reductions, StageShape
 from kvplan.step_time import gpu_rates
 
 GPUS = {

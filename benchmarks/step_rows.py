@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvplan.config import load_gpu, load_model
-from kvplan.core.cost import GpuRates, LatencyModel, Settings, StageShape
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.engine import StepWork
 from kvplan.core.gpu import Gpu
 from kvplan.core.step_constants import EngineCosts, StepConstants, vllm_generation
+from kvplan.core.step_shape import GpuRates, StageShape
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, serve
 from kvplan.step_time import choose_constants, gpu_rates, stage_shapes
@@ -112,7 +113,7 @@ def _row(row: dict[str, str]) -> StepRow:
     prompt = float(row["prompt_len"] or 0)
     old = row["kind"] == "offline_static_batch"
     key = "/".join(row[name] for name in ("run_id", "batch_size", "prompt_len", "output_len", "step_ms"))
-    gpu = load_gpu(GPUS[row["gpu"]])
+    gpu = gpu_named(GPUS[row["gpu"]])
     return StepRow(
         row["kind"],
         row["model"],
@@ -126,6 +127,9 @@ def _row(row: dict[str, str]) -> StepRow:
         vllm_generation((0, 4) if old else (0, 19), architecture=gpu.architecture),
         zlib.crc32(key.encode()) % 3 == 0,
     )
+
+
+gpu_named = cache(load_gpu)
 
 
 @cache

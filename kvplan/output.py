@@ -13,6 +13,7 @@ from typing import TextIO
 
 from kvplan.core.engine import DecodeRun
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
+from kvplan.core.preemptions import Case, PreemptionLog
 from kvplan.core.request import seconds
 from kvplan.core.simulate import StepRecord
 from kvplan.errors import InputError
@@ -147,12 +148,16 @@ def _cell(text: str) -> str:
 
 
 class EventWriter:
-    """Writes one JSON object a step; empty lists are left out. ``detail`` adds block ids."""
+    """Writes one JSON object a step; empty lists are left out. ``detail`` adds block ids.
+
+    What a preemption cost is known later than why it happened: it stands in the line of the step that ends it.
+    """
 
     def __init__(self, file: TextIO, scale: Fraction | None, *, detail: bool) -> None:
         self._file = file
         self._scale = scale
         self._detail = detail
+        self._preemptions = PreemptionLog()
 
     def __call__(self, record: StepRecord) -> None:
         """Write one step."""
@@ -166,12 +171,14 @@ class EventWriter:
         turn = record.turn
         assert not isinstance(turn, DecodeRun), "steps are observed one by one"
         if turn is not None:
+            closed = self._preemptions.fold(turn, record.step, record.start, record.end)
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
                 ("admitted", [s.id for s in turn.admitted]),
                 ("resumed", [s.id for s in turn.resumed]),
                 ("preempted", [s.id for s in turn.preempted]),
                 ("preemptions", [p._asdict() for p in turn.preemptions]),
+                ("recovered", [self._cost(case) for case in closed]),
                 ("finished", [s.id for s in turn.finished]),
                 ("prefix_hits", [[s.id, tokens] for s, tokens in turn.prefix_hits]),
             ]
@@ -193,3 +200,14 @@ class EventWriter:
                 if turn.evicted_blocks:
                     line["evicted_blocks"] = turn.evicted_blocks
         self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def _cost(self, case: Case) -> dict[str, object]:
+        """What a preemption cost its victim."""
+        assert case.lost_ticks is not None, "only then it is closed"
+        return {
+            "request": case.preemption.victim,
+            "preempted_step": case.step,
+            "lost_tokens": case.preemption.lost_tokens,
+            "found_tokens": case.found_tokens,
+            "lost_s": None if self._scale is None else seconds(case.lost_ticks, self._scale),
+        }

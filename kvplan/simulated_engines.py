@@ -143,10 +143,15 @@ class RunningEngine(TurningEngine, Protocol):
 
 
 def has_fast_path(config: EngineConfig) -> bool:
-    """Whether these settings can be run without visiting everything in each step."""
+    """Whether these settings can be run without visiting everything in each step.
+
+    Of vLLM's: one group with full attention on one stage, synchronous or asynchronous, without drafts.
+    """
     if not isinstance(config, SchedulerConfig):
         return True
-    return config.groups == (GroupSpec(),) and config.queue_size == 1 and config.speculative is None
+    return (
+        config.groups == (GroupSpec(),) and config.pipeline_parallel_size == 1 and config.speculative is None
+    )
 
 
 def make_engine(config: EngineConfig, path: EnginePath) -> RunningEngine:

@@ -7,26 +7,17 @@ from typing import TYPE_CHECKING
 
 from kvplan.config import load_gpu
 from kvplan.core.communication import Link
-from kvplan.core.cost import (
-    Attention,
-    Experts,
-    Flops,
-    GpuRates,
-    LatencyModel,
-    Matrices,
-    Reductions,
-    Settings,
-    StageShape,
-)
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.gpu import Gpu
 from kvplan.core.kv_cache import (
     STATES,
+    WINDOWS,
     ChunkedLocal,
     CrossAttention,
     FullAttention,
     LatentAttention,
-    LatentWindow,
     SlidingWindow,
+    SparseIndexer,
     kv_heads_per_rank,
 )
 from kvplan.core.step_constants import (
@@ -35,9 +26,11 @@ from kvplan.core.step_constants import (
     ChosenConstants,
     ConstantName,
     EngineCosts,
+    launched_eagerly,
     shipped_constants,
     vllm_generation,
 )
+from kvplan.core.step_shape import Attention, Experts, Flops, GpuRates, Matrices, Reductions, StageShape
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.core.weights import DTYPE_BYTES, RankPart, Ranks, Stage, ceil_div
 from kvplan.errors import InputError
@@ -69,20 +62,19 @@ def latency_model(
     costs = engine_costs(served)
     if chosen is None:
         chosen = choose_constants(served.gpu, costs)
-    deployment = served.deployment
-    has_graphs = costs.has_graphs and not deployment.enforce_eager
-    settings = Settings(_LARGEST_GRAPH if has_graphs else 0, costs.overlaps_host, block_bytes)
+    settings = Settings(_LARGEST_GRAPH if costs.has_graphs else 0, costs.overlaps_host, block_bytes)
     return LatencyModel(stage_shapes(served), rates, chosen.constants, settings), chosen
 
 
 def engine_costs(served: Served) -> EngineCosts:
     """The generation of the engine; engines beside vLLM are taken for the newest vLLM, whose kernels they would run."""
     version = served.engine.version if served.engine.name == "vllm" else ""
-    return vllm_generation(
+    costs = vllm_generation(
         vllm_rules(version).number,
         async_scheduling=served.deployment.async_scheduling,
         architecture=served.gpu.architecture if served.gpu else "",
     )
+    return launched_eagerly(costs) if served.deployment.enforce_eager else costs
 
 
 def choose_constants(gpu: Gpu | None, costs: EngineCosts) -> ChosenConstants:
@@ -229,12 +221,14 @@ def _layer_attention(served: Served, item: LayerCache) -> Attention:
         pair = 2 * heads * (2 * cache.kv_lora_rank + cache.qk_rope_head_dim)
         chunk_pair = 2 * heads * (2 * spec.head_dim - cache.qk_rope_head_dim)
         own = heads * (4 * spec.head_dim - 2 * cache.qk_rope_head_dim) * element
+        # An indexer picks the tokens, for layers that have none of their own too.
+        window = next((one.topk for one, _ in spec.attention if isinstance(one, SparseIndexer)), None)
     elif isinstance(cache, FullAttention | SlidingWindow | ChunkedLocal):
         pair = chunk_pair = 2 * heads * (cache.head_dim + cache.value_size)
         kept = kv_heads_per_rank(cache.num_kv_heads, form.tensor_parallel_size)
         own = (heads + kept) * (cache.head_dim + cache.value_size) * element
         window = cache.chunk if isinstance(cache, ChunkedLocal) else cache.window
-    elif isinstance(cache, LatentWindow):
+    elif isinstance(cache, WINDOWS):
         window = cache.window
     grown = cache.payload_bytes(min(span, window or span), form)
     return Attention(grown // min(span, window or span), pair, chunk_pair, own, window)

@@ -81,11 +81,13 @@ class Timeline:
 
     def _note_run(self, record: StepRecord, run: DecodeRun[Any]) -> None:
         free, cached, start = run.free_blocks, run.cached_blocks, record.start
+        assert record.times is not None, "a run has them"
+        ticks = record.times.ticks(run.steps)
         for i in range(run.steps):
             if i:
                 free -= run.takes[i]
                 cached = min(cached, free)  # blocks without content are taken first
-                start += record.first + record.growth * (i - 1)
+                start += ticks[i - 1]
             used, tokens = self._usable - free, run.decoders
             self._draw(
                 Point(

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
 from fractions import Fraction
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import BinaryIO, cast
@@ -567,7 +567,8 @@ def _kvplan_row(text: str, number: int) -> Request:
         _tokens(row.get("input_tokens"), "input_tokens"),
         _tokens(row.get("output_tokens"), "output_tokens"),
         _whole(row["priority"], "priority") if "priority" in row else 0,
-        samples=_samples(row["n"]) if "n" in row else 1,
+        (),
+        _samples(row["n"]) if "n" in row else 1,
     )
     if "content" in row and "hash_ids" in row:
         raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
@@ -603,7 +604,7 @@ def _read_azure(lines: _Lines) -> Iterator[Request | _BadLine]:
 
 
 def _columns(text: str) -> tuple[str, ...]:
-    return tuple(cell.strip() for cell in text.split(","))
+    return tuple(map(str.strip, text.split(",")))
 
 
 def _azure_row(text: str, number: int) -> Request:
@@ -628,12 +629,17 @@ def _wall_clock(text: str) -> int:
     match = _TIME.match(text)
     if not match:
         raise _BadLine(f"TIMESTAMP is {quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
+    second, fraction = match.groups("")
     try:
-        moment = datetime.fromisoformat(match.group(1)).replace(tzinfo=UTC)
+        since_1970 = _since_1970(second)
     except ValueError as error:
         raise _BadLine(f"TIMESTAMP is {quoted(text)}: {error}") from error
-    fraction = (match.group(2) or "").ljust(12, "0")
-    return int(moment.timestamp()) * PICOSECONDS + int(fraction)
+    return since_1970 * PICOSECONDS + int(fraction.ljust(12, "0"))
+
+
+@lru_cache(64)  # neighbours share it
+def _since_1970(second: str) -> int:
+    return int(datetime.fromisoformat(second).replace(tzinfo=UTC).timestamp())
 
 
 _READERS: Mapping[str, Callable[[_Lines], Iterator[Request | _BadLine]]] = {
@@ -842,9 +848,15 @@ def _flag(value: object, field: str) -> bool:
     return value
 
 
+#: What `json.loads` calls, without what it does around it for texts of other kinds.
+_first_value = json.JSONDecoder().raw_decode
+
+
 def _parse_json(text: str) -> dict[str, object]:
     try:
-        row = json.loads(text)
+        row, end = _first_value(text) if text.startswith("{") else (None, 0)
+        if text[end:] not in ("", "\n", "\r\n"):
+            row = json.loads(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, RecursionError):
             raise _BadLine("not JSON: nested too deeply") from error
@@ -880,6 +892,8 @@ def _whole(value: object, field: str) -> int:
 
 
 def _digits(text: str, field: str) -> int:
+    if len(text) <= 20 and text.isascii() and text.isdecimal():
+        return int(text)
     if not re.fullmatch(r"-?[0-9]{1,20}", text):
         raise _BadLine(f"{field} is {quoted(text)}, not a whole number")
     return int(text)
@@ -909,6 +923,11 @@ def _ticks(value: object, field: str, ticks_per_unit: int) -> int:
         raise _BadLine(f"{field} is {value}, not a time from 0 on")
     if isinstance(value, int):
         return value * ticks_per_unit
+    # If it is a number of millionths of up to 15 digits, it was written as one: no other decimal of so few digits
+    # is the same float.
+    millionths = round(value * 10**6)
+    if millionths < 10**15 and millionths / 10**6 == value and ticks_per_unit % 10**6 == 0:
+        return millionths * (ticks_per_unit // 10**6)
     return int(Decimal(repr(value)) * ticks_per_unit)
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvplan.core.communication import Link
-from kvplan.core.cost import Attention, GpuRates, LatencyModel, Matrices, Settings, StageShape
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.step_constants import StepConstants
+from kvplan.core.step_shape import Attention, GpuRates, Matrices, StageShape
 
 #: A byte a picosecond, a FLOP a picosecond, everywhere.
 UNIT_RATES = GpuRates(10**12, 10**12, 10**12, Link(10**12, is_switched=True), 10**12)

@@ -180,7 +180,8 @@ def _caches(
                 made[kind, heads] = _CACHES[kind]({**config, "num_key_value_heads": heads}, architecture)
             found += [LayerCache(layer, cache) for cache in made[kind, heads]]
         if "full" in keys and _is_latent(config, architecture) and has_indexer(config, layer):
-            found.append(LayerCache(layer, SparseIndexer(_required(config, "index_head_dim"))))
+            topk = number(config, "index_topk") or None
+            found.append(LayerCache(layer, SparseIndexer(_required(config, "index_head_dim"), topk)))
     return tuple(found)
 
 

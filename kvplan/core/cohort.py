@@ -95,24 +95,24 @@ class Cohort:
 
     def join(self, member: Member) -> None:
         """Add a sequence that has just sampled: it decodes from the next step on."""
-        computed, block_size = member.computed, self.block_size
+        computed, final, block_size = member.computed, member.final_tokens, self.block_size
         member.decoding = True
-        member.base = computed - self.step
-        member.finish = self.step + member.max_tokens - member.num_tokens - 1
+        member.base = base = computed - self.step
+        member.finish = finish = final - base - 1
         self.size += 1
-        self._base_sum += member.base
-        self._crossings[-member.base % block_size] += 1
+        self._base_sum += base
+        self._crossings[-base % block_size] += 1
         self.empty += -computed % block_size
-        heappush(self._finishes, (member.finish, member.serial, member))
-        waste = -member.final_tokens % block_size
+        heappush(self._finishes, (finish, member.serial, member))
         member.tail_waste = 0
-        if waste:
-            last_block = member.final_tokens // block_size * block_size
+        used = final % block_size
+        if used:  # slots of its last block
+            last_block = final - used
             if computed > last_block:
-                member.tail_waste = waste
-                self.waste += waste
+                member.tail_waste = block_size - used
+                self.waste += block_size - used
             else:
-                member.tail_step = last_block - member.base
+                member.tail_step = last_block - base
                 heappush(self._tails, (member.tail_step, member.serial, member))
 
     def leave(self, member: Member) -> None:
@@ -131,8 +131,8 @@ class Cohort:
 
         Returns (offset of a step, slots) of waste that begins in them.
         """
-        end = self.step + steps
-        begun = self._begin_waste(end) if self._tails and self._tails[0][0] < end else ()
+        end, tails = self.step + steps, self._tails
+        begun = self._begin_waste(end) if tails and tails[0][0] < end else ()
         self.empty += self.block_size * taken - self.size * steps
         self.step = end
         return begun
@@ -151,8 +151,8 @@ class Cohort:
     def finished(self) -> list[Member]:
         """Members whose last token was sampled in the step before, by serial; they stay until they leave."""
         done: list[Member] = []
-        finishes = self._finishes
-        while finishes and finishes[0][0] < self.step:
+        finishes, now = self._finishes, self.step
+        while finishes and finishes[0][0] < now:
             step, _, member = heappop(finishes)
             if member.decoding and member.finish == step:
                 done.append(member)

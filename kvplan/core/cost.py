@@ -11,10 +11,11 @@ from collections.abc import Callable, Sequence
 from math import sqrt
 from typing import NamedTuple
 
-from kvplan.core.communication import Link, all_reduce
+from kvplan.core.communication import all_reduce
 from kvplan.core.engine import StepWork
 from kvplan.core.request import PICOSECONDS
 from kvplan.core.step_constants import CONSTANT_NAMES, ConstantName, StepConstants
+from kvplan.core.step_shape import GpuRates, Matrices, StageShape, pairs_of, read_tokens
 
 _FOREVER = 1 << 62
 
@@ -25,90 +26,6 @@ HOST_LINK_SHARE_PERCENT = 80
 #: measured on A100, H100, H200 and RTX PRO 6000 move them at 0.35 to 0.5 of the bandwidth, since what a tile reads
 #: first and writes last is hidden by nothing.
 _CHUNK_MOVES = 2
-
-
-class GpuRates(NamedTuple):
-    """What one GPU's datasheet promises: dense FLOP/s with 16-bit and with 8-bit operands, bytes/s of its links."""
-
-    bandwidth_bytes_per_s: int
-    flops_16bit: int
-    flops_8bit: int
-    link: Link
-    host_bytes_per_s: int = 1
-
-
-class Matrices(NamedTuple):
-    """Matrices that every token (or every sampled one) is multiplied with, on one rank, all layers together.
-
-    ``flops`` and ``flops_8bit`` are those of one token with 16-bit and with 8-bit operands.
-    """
-
-    read_bytes: int = 0
-    flops: int = 0
-    flops_8bit: int = 0
-
-
-class Experts(NamedTuple):
-    """Routed experts of equal layers, all layers together, on one rank.
-
-    The rank holds ``local`` of each layer's ``total`` experts (or a slice of each); a token uses ``used`` of the total.
-    ``read_bytes`` are those of one expert on the rank, summed over the layers; FLOPs are those of one token in one
-    expert, over the layers too. ``replicas`` is how many data-parallel replicas send tokens here.
-    """
-
-    total: int
-    local: int
-    used: int
-    read_bytes: int
-    flops: int = 0
-    flops_8bit: int = 0
-    replicas: int = 1
-
-    def distinct(self, tokens: int) -> float:
-        """Experts of a layer that so many tokens are expected to use, if each picks its own at random."""
-        return self.local * (1.0 - (1.0 - self.used / self.total) ** (tokens * self.replicas))
-
-
-class Attention(NamedTuple):
-    """Layers of one kind on one rank, all together.
-
-    ``context_bytes`` are read for each token that is attended to, at most ``window`` of them, and written for each new
-    one; ``pair_flops`` are those of one token's attention to one other while decoding, ``chunk_pair_flops`` in a chunk
-    of a prompt. ``chunk_token_bytes`` are a token's query, key, value and result in a chunk. ``sequence_bytes`` are
-    read and written in each step for each sequence, whatever its length (states).
-    """
-
-    context_bytes: int = 0
-    pair_flops: int = 0
-    chunk_pair_flops: int = 0
-    chunk_token_bytes: int = 0
-    window: int | None = None
-    sequence_bytes: int = 0
-
-
-class Reductions(NamedTuple):
-    """So many all-reduces in a step, among ``ranks`` ranks, to which each token adds ``token_bytes``."""
-
-    number: int
-    ranks: int
-    token_bytes: int
-
-
-class StageShape(NamedTuple):
-    """What one rank of one pipeline stage reads, computes and sends.
-
-    ``kernels`` run in each step. For each token ``activation_bytes`` are moved between matrix products and
-    ``sent_bytes`` go to the next stage.
-    """
-
-    kernels: int
-    dense: Matrices = Matrices()
-    head: Matrices = Matrices()
-    experts: tuple[Experts, ...] = ()
-    attention: tuple[Attention, ...] = ()
-    activation_bytes: int = 0
-    reductions: tuple[Reductions, ...] = ()
-    sent_bytes: int = 0
 
 
 class Settings(NamedTuple):
@@ -226,42 +143,80 @@ def _ps(seconds: float) -> int:
     return round(seconds * PICOSECONDS)
 
 
+class _Parts(NamedTuple):
+    """Seconds of what depends on the number of tokens alone, by the constant that they are owed to."""
+
+    weights_bandwidth_share: float = 0.0
+    gemm_flops_share: float = 0.0
+    kv_bandwidth_share: float = 0.0
+    link_bandwidth_share: float = 0.0
+    all_reduce_s: float = 0.0
+    kernel_s: float = 0.0
+
+
 class _StageTime:
-    """The time of one stage."""
+    """The time of one stage. Attributes that end in ``_ps`` and ``_s`` are coefficients of a token, unless said."""
 
     def __init__(
         self, shape: StageShape, rates: GpuRates, constants: StepConstants, settings: Settings
     ) -> None:
         self.shape, self.rates, self.constants, self.settings = shape, rates, constants, settings
-        self._tokens: dict[int, int] = {}
-        self._heads: dict[int, int] = {}
+        self._by_tokens: dict[int, int] = {}
+        self._by_sampled: dict[int, int] = {}
+        # Of a step: the least that launches take, and what kernels take beside their bytes and FLOPs.
         self._launch_ps = _ps(shape.kernels * constants.launch_kernel_s)
-        self._windows: list[tuple[int, int]] = []
-        self._context_ps = 0
-        self._state_ps = 0
+        self._kernels_s = shape.kernels * constants.kernel_s
+        self._set_products()
+        self._set_attention()
+
+    def _set_products(self) -> None:
+        """Coefficients of matrix products: seconds to read them, and to multiply one token."""
+        shape, rates, constants = self.shape, self.rates, self.constants
+        bandwidth = rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share
+
+        def computing(flops: int, flops_8bit: int) -> float:
+            return (flops / rates.flops_16bit + flops_8bit / rates.flops_8bit) / constants.gemm_flops_share
+
+        def coefficients(matrices: Matrices) -> tuple[float, float]:
+            return matrices.read_bytes / bandwidth, computing(matrices.flops, matrices.flops_8bit)
+
+        self._dense, self._head = coefficients(shape.dense), coefficients(shape.head)
+        self._experts = [
+            (
+                one,
+                one.read_bytes / bandwidth,
+                one.replicas * one.used * one.local / one.total * computing(one.flops, one.flops_8bit),
+            )
+            for one in shape.experts
+        ]
+        self._moved_s = shape.activation_bytes / bandwidth
+
+    def _set_attention(self) -> None:
+        """Coefficients of attention, of all kinds together as far as they have no window."""
+        rates, constants = self.rates, self.constants
         bandwidth = rates.bandwidth_bytes_per_s * constants.kv_bandwidth_share
         flops = rates.flops_16bit * constants.attention_flops_share
-        windows: dict[int, int] = {}
+        self._context_ps = self._sequence_ps = self._chunk_token_ps = 0
+        self._written_s = 0.0
+        #: Picoseconds of a token that a chunk reads and of a pair in it, and the window, of each kind.
         self._kinds: list[tuple[int, int, int | None]] = []
-        self._chunk_token_ps = 0
-        for kind in shape.attention:
-            read = _ps(kind.context_bytes / bandwidth)
-            pair = _ps(kind.pair_flops / flops)
+        windows: dict[int, int] = {}
+        for kind in self.shape.attention:
+            read, pair = _ps(kind.context_bytes / bandwidth), _ps(kind.pair_flops / flops)
             self._kinds.append((read, _ps(kind.chunk_pair_flops / flops), kind.window))
             if kind.window is None:
                 self._context_ps += max(read, pair)
             else:
                 windows[kind.window] = windows.get(kind.window, 0) + max(read, pair)
             self._chunk_token_ps += _ps(_CHUNK_MOVES * kind.chunk_token_bytes / bandwidth)
-            self._state_ps += _ps(2 * kind.sequence_bytes / bandwidth)
+            self._sequence_ps += _ps(2 * kind.sequence_bytes / bandwidth)
+            self._written_s += kind.context_bytes / bandwidth
         self._windows = sorted(windows.items())
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
         """As `LatencyModel.decode`, of this stage alone."""
-        ps = self._tokens.get(sequences)
-        if ps is None:
-            ps = self._tokens_ps(sequences)
-        ps += self._head_ps(sequences) + sequences * self._state_ps + self._context_ps * context
+        ps = self._tokens_ps(sequences) + self._head_ps(sequences)
+        ps += sequences * self._sequence_ps + self._context_ps * context
         growth, valid = self._context_ps * sequences, _FOREVER
         for size, coefficient in self._windows:
             room = sequences * size - context
@@ -282,80 +237,65 @@ class _StageTime:
             return self.decode(decodes, work.decode_context)[0] if decodes else 0
         tokens, sequences = decodes, decodes + len(chunks)
         chunk_tokens = 0
-        ps = self._context_ps * work.decode_context + sequences * self._state_ps
+        ps = self._context_ps * work.decode_context + sequences * self._sequence_ps
         for size, coefficient in self._windows:
             ps += coefficient * min(work.decode_context, decodes * size)
         for before, count in chunks:
             chunk_tokens += count
             for read, pair, window in self._kinds:
-                ps += max(read * _read(before, count, window), pair * _pairs(before, count, window))
+                ps += max(read * read_tokens(before, count, window), pair * pairs_of(before, count, window))
         ps += self._chunk_token_ps * chunk_tokens
         tokens += chunk_tokens
-        known = self._tokens.get(tokens)
-        ps += self._tokens_ps(tokens) if known is None else known
-        ps += self._head_ps(work.sampled)
+        ps += self._tokens_ps(tokens) + self._head_ps(work.sampled)
         return max(ps, self._launch_ps)
 
     def _tokens_ps(self, tokens: int) -> int:
-        """What depends on the number of tokens in the step alone: matrix products, all-reduces, layers."""
-        found = self._tokens[tokens] = _ps(sum(self._token_terms(tokens).values()))
+        found = self._by_tokens.get(tokens)
+        if found is None:
+            found = self._by_tokens[tokens] = _ps(sum(self._token_parts(tokens)))
         return found
 
     def _head_ps(self, sampled: int) -> int:
-        found = self._heads.get(sampled)
+        found = self._by_sampled.get(sampled)
         if found is None:
-            found = self._heads[sampled] = _ps(sum(self._head_terms(sampled).values()))
+            found = self._by_sampled[sampled] = _ps(sum(self._head_parts(sampled)))
         return found
 
-    def _token_terms(self, tokens: int) -> Terms:
-        shape, rates, constants = self.shape, self.rates, self.constants
-        found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
-        found["kernel_s"] = shape.kernels * constants.kernel_s
-        self._add_product(found, shape.dense.read_bytes, tokens, shape.dense)
-        for experts in shape.experts:
-            read = experts.read_bytes * experts.distinct(tokens)
-            uses = tokens * experts.replicas * experts.used * experts.local / experts.total
-            self._add_product(found, read, uses, Matrices(0, experts.flops, experts.flops_8bit))
-        moved = tokens * shape.activation_bytes
-        found["weights_bandwidth_share"] += moved / (
-            rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share
+    def _token_parts(self, tokens: int) -> _Parts:
+        """Of a step of so many tokens: matrix products, what is moved between them and sent, kernels."""
+        read, token = self._dense
+        reading, computing = _product(read, tokens * token)
+        for experts, read, token in self._experts:
+            more, computed = _product(read * experts.distinct(tokens), tokens * token)
+            reading += more
+            computing += computed
+        sent, rounds = self._sending(tokens)
+        return _Parts(
+            reading + tokens * self._moved_s,
+            computing,
+            tokens * self._written_s,
+            sent,
+            rounds,
+            self._kernels_s,
         )
-        written = tokens * sum(kind.context_bytes for kind in shape.attention)
-        found["kv_bandwidth_share"] += written / (rates.bandwidth_bytes_per_s * constants.kv_bandwidth_share)
-        self._add_sending(found, tokens)
-        return found
 
-    def _head_terms(self, sampled: int) -> Terms:
-        found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
-        if sampled:
-            self._add_product(found, self.shape.head.read_bytes, sampled, self.shape.head)
-        return found
+    def _head_parts(self, sampled: int) -> _Parts:
+        read, token = self._head
+        return _Parts(*_product(read, sampled * token)) if sampled else _Parts()
 
-    def _add_product(self, found: Terms, read: float, uses: float, matrices: Matrices) -> None:
-        """Add the time of matrix products: the root of the squares of reading and computing.
-
-        Neither of the two hides the other where both take about as long.
-        """
-        rates, constants = self.rates, self.constants
-        reading = read / (rates.bandwidth_bytes_per_s * constants.weights_bandwidth_share)
-        full = matrices.flops / rates.flops_16bit + matrices.flops_8bit / rates.flops_8bit
-        computing = uses * full / constants.gemm_flops_share
-        both = sqrt(reading * reading + computing * computing)
-        if both:
-            found["weights_bandwidth_share"] += reading * reading / both
-            found["gemm_flops_share"] += computing * computing / both
-
-    def _add_sending(self, found: Terms, tokens: int) -> None:
-        link, constants = self.rates.link, self.constants
-        share = constants.link_bandwidth_share
+    def _sending(self, tokens: int) -> tuple[float, float]:
+        """Seconds of bytes that are sent, and of rounds: all-reduces, and what goes to the next stage."""
+        link, round_s = self.rates.link, self.constants.all_reduce_s
+        share = self.constants.link_bandwidth_share
+        sent = rounds = 0.0
         for reduction in self.shape.reductions:
-            message = tokens * reduction.token_bytes
-            way = all_reduce(message, reduction.ranks, link, constants.all_reduce_s, share)
-            found["all_reduce_s"] += reduction.number * way.rounds * constants.all_reduce_s
-            found["link_bandwidth_share"] += reduction.number * way.sent_bytes / (link.bytes_per_s * share)
+            way = all_reduce(tokens * reduction.token_bytes, reduction.ranks, link, round_s, share)
+            rounds += reduction.number * way.rounds * round_s
+            sent += reduction.number * way.sent_bytes / (link.bytes_per_s * share)
         if self.shape.sent_bytes:
-            found["all_reduce_s"] += constants.all_reduce_s
-            found["link_bandwidth_share"] += tokens * self.shape.sent_bytes / (link.bytes_per_s * share)
+            rounds += round_s
+            sent += tokens * self.shape.sent_bytes / (link.bytes_per_s * share)
+        return sent, rounds
 
     def terms(self, work: StepWork) -> Terms:
         """As `LatencyModel.terms`, of this stage alone."""
@@ -363,9 +303,11 @@ class _StageTime:
         found: Terms = dict.fromkeys(CONSTANT_NAMES, 0.0)
         if not tokens:
             return found
-        for part in (self._token_terms(tokens), self._head_terms(work.sampled), self._attention_terms(work)):
-            for name, value in part.items():
-                found[name] += value
+        parts = self._token_parts(tokens), self._head_parts(work.sampled)
+        for name in CONSTANT_NAMES:
+            found[name] += sum(getattr(part, name, 0.0) for part in parts)
+        for name, value in self._attention_terms(work).items():
+            found[name] += value
         replayed = not work.chunks and work.decodes <= self.settings.graph_tokens
         launching = self.shape.kernels * self.constants.launch_kernel_s
         if not replayed and launching > sum(found.values()):
@@ -387,8 +329,8 @@ class _StageTime:
                 context = min(context, work.decodes * kind.window)
             amounts: list[tuple[int, int]] = [(context, context * kind.pair_flops)]
             for before, count in work.chunks:
-                pairs = _pairs(before, count, kind.window)
-                amounts.append((_read(before, count, kind.window), pairs * kind.chunk_pair_flops))
+                pairs = pairs_of(before, count, kind.window)
+                amounts.append((read_tokens(before, count, kind.window), pairs * kind.chunk_pair_flops))
             for read, computed in amounts:
                 reading, computing = kind.context_bytes * read / bandwidth, computed / flops
                 if reading >= computing:
@@ -398,37 +340,13 @@ class _StageTime:
         return found
 
 
-def _read(before: int, count: int, window: int | None) -> int:
-    """Tokens whose keys and values a chunk reads."""
-    return before + count if window is None else min(before, window) + count
+def _product(reading: float, computing: float) -> tuple[float, float]:
+    """What of matrix products is owed to reading and to computing: in all the root of the squares.
 
-
-def _pairs(before: int, count: int, window: int | None) -> int:
-    """Pairs of a token of a chunk and one that it attends to, itself included."""
-    if window is None or before + count <= window:
-        return count * before + count * (count + 1) // 2
-    growing = max(0, window - before)  # tokens whose window is not full
-    return growing * before + growing * (growing + 1) // 2 + (count - growing) * window
-
-
-class Flops(NamedTuple):
-    """Floating-point operations of one rank.
-
-    Of a token's matrix products without the vocabulary's, of a sequence that samples, and of a pair: one token's
-    attention to one token of its context.
+    Neither of the two hides the other where both take about as long.
     """
-
-    per_token: int
-    per_logits: int
-    per_pair: int
-
-    def of(self, work: StepWork) -> int:
-        """Those of a step; as a price, it has the clock count them."""
-        tokens, pairs = work.decodes, work.decode_context
-        for before, count in work.chunks:
-            tokens += count
-            pairs += _pairs(before, count, None)
-        return self.per_token * tokens + self.per_logits * work.sampled + self.per_pair * pairs
+    both = sqrt(reading * reading + computing * computing)
+    return (reading * reading / both, computing * computing / both) if both else (0.0, 0.0)
 
 
 def constant(ticks: int) -> Callable[[StepWork], int]:

@@ -21,6 +21,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from json import dumps
+from math import lcm, sqrt
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.drafts import Drafting
@@ -42,6 +43,7 @@ _LONGEST_NAME = 60
 class GroupSpec(NamedTuple):
     """A group of layers that share a block table.
 
+    ``payload`` is how many of a block's slots are not padding (None: all); only the shares of memory depend on it.
     ``block_size`` is the group's own, None: as the engine's. ``window`` of a sliding group and ``chunk`` of a
     chunked-local one are tokens. Of a state group (Mamba, linear attention) ``mode`` says what is kept; ``checkpoint``
     is the alignment, in tokens, of a kernel that can store a state inside a step, None where it cannot.
@@ -53,6 +55,7 @@ class GroupSpec(NamedTuple):
     chunk: int = 0
     mode: StateMode = "none"
     checkpoint: int | None = None
+    payload: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,9 @@ class SchedulerConfig:
     """Settings of the scheduler and block pool, by vLLM's names.
 
     ``num_gpu_blocks`` counts the null block, which never holds tokens. Lengths and budgets are in tokens.
-    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool.
+    Defaults are vLLM 0.33's, but for ``async_scheduling``. All ``groups`` share the one pool. ``slots_a_block`` is in
+    what slots are counted where groups have unequal blocks or padding: any unit of memory in which all of them are
+    whole numbers; None: the least that does.
     """
 
     num_gpu_blocks: int
@@ -80,6 +85,14 @@ class SchedulerConfig:
     async_scheduling: bool = False
     pipeline_parallel_size: int = 1
     speculative: Drafting | None = None
+    slots_a_block: int | None = None
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block, as they are counted."""
+        if self.slots_a_block is not None:
+            return self.slots_a_block
+        return lcm(*(self.block_size_of(group) for group in self.groups if group.kind != "state"))
 
     @property
     def queue_size(self) -> int:
@@ -96,10 +109,32 @@ class SchedulerConfig:
         """Blocks that can hold tokens: all but the null block."""
         return self.num_gpu_blocks - 1
 
+    def most_blocks(self, group: GroupSpec, tokens: int) -> int:
+        """Blocks of a group that a sequence of so many tokens has at most.
+
+        Behind a window or chunk, tokens in flight keep theirs (v1/kv_cache_interface.py ``max_memory_usage_bytes``).
+        """
+        size = self.block_size_of(group)
+        blocks = -(-tokens // size)
+        drafts = self.speculative.num_drafts if self.speculative else 0
+        in_flight = self.queue_size * self.max_num_batched_tokens
+        if group.kind == "sliding":
+            reach = min(group.window - 1 + in_flight, self.max_model_len)
+            return min(blocks, -(-reach // size) + 1)
+        if group.kind == "chunked":
+            return min(blocks, -(-min(group.chunk + in_flight, self.max_model_len) // size))
+        if group.kind == "state":
+            return (min(blocks, 2) if group.mode == "align" else 1) + drafts
+        return blocks
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that a sequence of so many tokens has at most, in all groups."""
+        return sum(self.most_blocks(group, tokens) for group in self.groups)
+
     @property
     def least_pool(self) -> int:
         """Blocks with which the engine starts: those of the longest sequence, and the null block."""
-        return 1 - (-self.max_model_len // self.block_size)
+        return 1 + self.blocks_for(self.max_model_len)
 
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
@@ -133,7 +168,7 @@ class SchedulerConfig:
                 where="--no-enable-chunked-prefill",
                 hint="raise --max-num-batched-tokens or lower --max-model-len",
             )
-        needed = -(-self.max_model_len // self.block_size)
+        needed = self.blocks_for(self.max_model_len)
         if needed > self.usable_blocks:
             raise DoesNotFit(
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
@@ -192,11 +227,11 @@ def why_stuck(
     if culprit in outgrown:
         tokens = culprit.final_tokens
         return (
-            f"request {name} can never finish: it needs {-(-tokens // config.block_size):,} blocks for {tokens:,} "
+            f"request {name} can never finish: it needs {config.blocks_for(tokens):,} blocks for {tokens:,} "
             f"tokens, the pool has {usable:,} usable; it outgrew them while alone and had to start over"
         )
     tokens = culprit.num_tokens
-    needed = -(-tokens // config.block_size)
+    needed = config.blocks_for(tokens)
     if needed <= usable:  # so it is the budget that is too small
         return (
             f"request {name} can never be admitted: without chunked prefill its {tokens:,} tokens need one step, "
@@ -267,14 +302,16 @@ class Turn(Generic[S]):
     ``running``, ``waiting``, ``shared_blocks`` (used by more than one sequence), ``empty_slots`` (slots of referenced
     blocks without KV), ``reserved_slots`` (those of them that their owner will fill) and ``hole_slots`` (free slots,
     while the head of the queue needs no more than these but no hole holds it). ``free_blocks_end`` is taken after the
-    finished were freed.
+    finished were freed. With several groups ``group_blocks`` has the blocks in use by each; ``behind_slots``, which are
+    among the empty ones, have KV that no token to come attends to.
 
     ``new_blocks`` has, for each sequence whose block table changed, the blocks that it gained. With several groups
     ``new_tables`` has all its tables instead.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. ``started_decoding`` and ``stopped_decoding`` (preempted or finished) say who
-    joined and left.
+    ``scheduled`` nor in ``sampled``. Of the processed batch, ``started_decoding`` says who joined them, and
+    ``stopped_decoding`` who left them after the token that it put out; ``interrupted`` are those who lost their place
+    before their turn came, and got none.
 
     ``planned`` and ``processed`` say which halves of a call took place; all counts are as they would be if nothing had
     been planned where it was not. ``keeps_going``: something else happened (an abort), or so few calls in a row did
@@ -286,6 +323,7 @@ class Turn(Generic[S]):
     __slots__ = (
         "accepted_drafts",
         "admitted",
+        "behind_slots",
         "cached_blocks",
         "decoders",
         "drafts",
@@ -296,7 +334,9 @@ class Turn(Generic[S]):
         "finished",
         "free_blocks",
         "free_blocks_end",
+        "group_blocks",
         "hole_slots",
+        "interrupted",
         "keeps_going",
         "new_blocks",
         "new_tables",
@@ -337,6 +377,7 @@ class Turn(Generic[S]):
         self.decoders = 0
         self.started_decoding: list[S] = []
         self.stopped_decoding: list[S] = []
+        self.interrupted: list[S] = []
         self.evicted = 0
         self.evicted_blocks: list[int] = []
         self.new_blocks: dict[S, list[int]] = {}
@@ -352,6 +393,8 @@ class Turn(Generic[S]):
         self.shared_blocks = 0
         self.empty_slots = 0
         self.reserved_slots = 0
+        self.behind_slots = 0
+        self.group_blocks: Seq[int] = ()
         self.hole_slots = 0
 
     @property
@@ -385,11 +428,62 @@ class DecodeRun(Generic[S]):
     finished: Seq[S]
     free_blocks_end: int
     hole_slots: int = 0
+    behind_slots: int = 0
+    group_blocks: Seq[int] = ()
 
     @property
     def first_work(self) -> StepWork:
         """What the first step computes."""
         return StepWork(decodes=self.decoders, decode_context=self.context, sampled=self.decoders)
+
+
+class RunTimes(NamedTuple):
+    """Ticks of the steps of a `DecodeRun`: of the first, of the second, and how many more each following one takes.
+
+    With a batch queue a step lasts as long as the batch that is processed in it, so the first may be of another kind.
+    """
+
+    first: int
+    second: int
+    growth: int
+
+    def ticks(self, steps: int) -> Seq[int]:
+        """Of each of so many steps."""
+        first, second, growth = self
+        if growth and second == first + growth:
+            return range(first, first + steps * growth, growth)
+        return [
+            first,
+            *(range(second, second + (steps - 1) * growth, growth) if growth else [second] * (steps - 1)),
+        ]
+
+    def total(self, steps: int) -> int:
+        """Of so many steps together."""
+        more = steps - 1
+        return self.first + more * self.second + self.growth * (more * (more - 1) // 2)
+
+    def steps_until(self, gap: int, most: int) -> int:
+        """The fewest steps that take at least ``gap`` ticks; at most ``most``."""
+        first, second, growth = self
+        gap, most = gap - first, most - 1
+        if gap <= 0 or not most:
+            return 1
+        if not growth:
+            return 1 + min(most, -(-gap // second))
+        # The root of growth/2 k^2 + (second - growth/2) k = gap, then at most a few steps of correction.
+        linear = second - growth / 2
+        root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
+        steps = min(most, int(root) + 1)
+        ticks = steps * second + growth * (steps * (steps - 1) // 2)
+        while ticks < gap and steps < most:
+            ticks += second + growth * steps
+            steps += 1
+        while steps > 1:
+            ticks -= second + growth * (steps - 1)
+            if ticks < gap:
+                break
+            steps -= 1
+        return 1 + steps
 
 
 class Holding(NamedTuple):

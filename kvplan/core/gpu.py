@@ -69,12 +69,15 @@ class Gpu(NamedTuple):
         return _PCIE_BYTES_PER_S.get(self.architecture, _PCIE_4_BYTES_PER_S)
 
     def to_dict(self) -> dict[str, object]:
-        """The JSON form."""
+        """The JSON form; ``kernels`` says under ``like`` whose are taken for what was not measured."""
+        fields = self._asdict()
+        like = fields.pop("kernels_like")
+        known = self.kernels._asdict() if self.kernels else dict.fromkeys(Kernels._fields)
         return {
-            **self._asdict(),
+            **fields,
             "aliases": list(self.aliases),
             "unverified": list(self.unverified),
-            "kernels": None if self.kernels is None else self.kernels._asdict(),
+            "kernels": {**known, "like": like},
         }
 
 

@@ -302,9 +302,11 @@ class SparseIndexer(NamedTuple):
     """The keys by which sparse latent attention picks tokens (DeepSeek-V3.2, GLM-5), fp8 with fp32 scales.
 
     model_executor/models/deepseek_v2.py ``DeepseekV32IndexerCache``: a row has one scale for each 128 elements.
+    ``topk`` is how many tokens it picks for each query; None: not known.
     """
 
     index_head_dim: int
+    topk: int | None = None
 
     @property
     def kind(self) -> str:

@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from kvplan.core.engine import DecodeRun, Live, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Live, RunTimes, SchedulerConfig, Sequence, Turn
 from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
@@ -42,6 +42,7 @@ class RequestRecord:
     resumed_hit_tokens: int = 0
     preemptions: int = 0
     peak_blocks: int = 0
+    decodes: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +85,21 @@ class Utilization:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """Blocks in use by one cache group over time; its own block size."""
+
+    kind: str
+    block_size: int
+    blocks_mean: float | None
+    blocks_max: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class KvFigures:
-    """The KV pool over time; the four shares sum to 1. Without a window, ``peak_blocks`` is of all that ran."""
+    """The KV pool over time; the four shares sum to 1. Without a window, ``peak_blocks`` is of all that ran.
+
+    ``behind_window_share`` is the part of the internal one that has KV which no token to come attends to.
+    """
 
     num_gpu_blocks: int
     block_size: int
@@ -95,6 +109,17 @@ class KvFigures:
     reserved_share: float | None
     external_fragmentation: float | None
     peak_blocks: int
+    behind_window_share: float | None
+    groups: tuple[GroupBlocks, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftFigures:
+    """Draft tokens that were verified, over the whole run."""
+
+    accepted: int
+    rejected: int
+    acceptance_rate: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +220,11 @@ class _OverTime:
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
         self._waited = self._in_holes = 0
+        #: With several groups or windows: slots behind a window times ticks; blocks of each group times ticks.
+        self.behind = 0
+        self.group_blocks: list[int] = []
+        self.group_maxima: list[int] = []
+        self._of_groups: list[tuple[int, int, Seq[int]]] = []
         # So many of the lists came up to the last finish.
         self._sure_levels = self._sure_states = 0
 
@@ -225,14 +255,16 @@ class _OverTime:
             self._ticks.append(ticks)
             queues = (state.running, state.waiting, state.shared_blocks)
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
-            self._in_holes += state.hole_slots * ticks
+            if state.hole_slots:
+                self._in_holes += state.hole_slots * ticks
+            if state.group_blocks or state.behind_slots:
+                self._of_groups.append((ticks, state.behind_slots, state.group_blocks))
 
     def note_run(
         self,
         run: DecodeRun[Any],
         start: int,
         end: int,
-        *,
         ticks: Seq[int],
         used: list[int],
         tokens: int,
@@ -248,27 +280,42 @@ class _OverTime:
         self._used += used
         self._ticks += ticks
         total = end - start
-        # Each step is longer than the one before by the same number of ticks.
+        token_ticks, waste_ticks = tokens * total, waste * total
         steps = run.steps
-        growth = ticks[1] - ticks[0] if steps > 1 else 0
-        passed = (3 * ticks[0] + growth * (2 * steps - 1)) * (steps * (steps - 1) // 2) // 3
-        token_ticks = tokens * total + run.decoders * passed
-        waste_ticks = waste * total
-        for offset, slots in run.waste_begun:
-            if offset:
-                waste_ticks += slots * sum(ticks[offset:])
+        if steps > 1:
+            # From the second on, each is longer than the one before by the same number of ticks.
+            second = ticks[1]
+            growth = ticks[2] - second if steps > 2 else 0
+            passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
+            token_ticks += run.decoders * passed
+            for offset, slots in run.waste_begun:
+                if offset:
+                    waste_ticks += slots * sum(ticks[offset:])
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
-        self._in_holes += run.hole_slots * total
+        if run.hole_slots:
+            self._in_holes += run.hole_slots * total
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
         self.waiting += self._waited
         self.holes += self._in_holes
+        for ticks, behind, blocks in self._of_groups:
+            self.behind += behind * ticks
+            self._note_groups(ticks, blocks)
+        self._of_groups.clear()
         self._waited = self._in_holes = 0
-        self._sure_levels = len(self._used)
         self._sure_states = len(self._states)
-        if self._sure_levels > _SUMMED_AT_ONCE:
+        self._sure_levels = levels = len(self._used)
+        if levels > _SUMMED_AT_ONCE:
             self.sum_up()
+
+    def _note_groups(self, ticks: int, blocks: Seq[int]) -> None:
+        missing = len(blocks) - len(self.group_blocks)
+        self.group_blocks += [0] * missing
+        self.group_maxima += [0] * missing
+        for number, count in enumerate(blocks):
+            self.group_blocks[number] += count * ticks
+            self.group_maxima[number] = max(self.group_maxima[number], count)
 
     def sum_up(self) -> None:
         """Sum up what lies in the window for sure."""
@@ -324,7 +371,7 @@ class Metrics:
     Only live requests are held: what became of one is folded into sums when it ends, and told to ``on_request``.
     The window W runs from the first arrival plus ``warmup`` ticks to the last finish. What happens after
     a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
-    one block unless it is given.
+    one block unless it is given. An engine with cache groups says in ``cache`` which they are.
     """
 
     def __init__(
@@ -332,6 +379,7 @@ class Metrics:
         *,
         num_gpu_blocks: int,
         block_size: int,
+        cache: SchedulerConfig | None = None,
         prefix_caching: bool,
         usable_blocks: int | None = None,
         seconds_per_tick: Fraction | None,
@@ -342,6 +390,9 @@ class Metrics:
         self.num_gpu_blocks = num_gpu_blocks
         self.usable_blocks = num_gpu_blocks - 1 if usable_blocks is None else usable_blocks
         self.block_size = block_size
+        self._groups = () if cache is None else cache.groups
+        self._cache = cache
+        self._block_slots = block_size if cache is None else cache.block_slots
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
         self.warmup = warmup
@@ -378,18 +429,20 @@ class Metrics:
             self.window_start = self._over_time.opening = request.arrival + self.warmup
             self._over_time.note_idle(request.arrival, now)
         totals = self._totals
-        record = RequestRecord(request, totals.arrived, request.arrival >= self.window_start, rejected_for)
+        arrival, window_end = request.arrival, self.window_end
+        measured = arrival >= self.window_start
+        record = RequestRecord(request, totals.arrived, measured, rejected_for)
         totals.arrived += 1
         totals.arrived_samples += request.samples
-        if record.measured:
-            if self.window_end is not None and request.arrival <= self.window_end:
+        if measured:
+            if window_end is not None and arrival <= window_end:
                 totals.asked += 1
             else:
                 totals.asked_since += 1
         if rejected_for is None:
             self.records[request.id] = record
-            if request.arrival < now:
-                self._over_time.note_wait(request.arrival, now, self.window_end)
+            if arrival < now:
+                self._over_time.note_wait(arrival, now, window_end)
         else:
             totals.reject_reasons[rejected_for] = totals.reject_reasons.get(rejected_for, 0) + 1
             self._tell(record)
@@ -402,10 +455,15 @@ class Metrics:
 
     def abort(self, row: Live, tick: int) -> None:
         """Note that the client of a live request went away."""
+        self.interrupt(row, tick)
         record = self._end_early(row)
         record.aborted = tick
         self._totals.aborted += 1
         self._tell(record)
+
+    def interrupt(self, row: Live, start: int) -> None:
+        """Note that a live request gets nothing of the turn at ``start``, for its client goes away in it."""
+        self._stop_decoding(self.records[row[0]], start)
 
     def fold(self, turn: Turn[Any], start: int, end: int, planned_end: int | None = None) -> None:
         """Note a step scheduled at ``start`` whose output is there at ``end``.
@@ -420,7 +478,9 @@ class Metrics:
         self.copied_blocks += work.copied_blocks
         self.swapped_out_blocks += work.swapped_out_blocks
         self.swapped_in_blocks += work.swapped_in_blocks
-        used, tokens, waste = self._slots(turn)
+        used = self.usable_blocks - turn.free_blocks
+        tokens = used * self._block_slots - turn.empty_slots
+        waste = turn.empty_slots - turn.reserved_slots
         if used > self.peak_blocks:
             self.peak_blocks = used
         self._over_time.note(turn, start, end, used, tokens, waste)
@@ -436,48 +496,42 @@ class Metrics:
         if turn.preemptions or self._preemptions.open:
             self._preemptions.fold(turn, self.steps - 1, start, end if planned_end is None else planned_end)
         gaps = self._gaps
-        # Of those who stopped some finish, with a token of this step; others lost their place before their turn came,
-        # and if they got it back at once, they are among the sampled.
-        early: set[Sequence] = set()
-        if turn.stopped_decoding:
-            sampled = set(turn.sampled)
-            early = {s for s in turn.stopped_decoding if s.num_tokens < s.max_tokens or s in sampled}
-        for sequence in early:
-            record = records[sequence.id]
-            record.last_token = start
-            self._decoding -= record.measured
-        if turn.decoders and self._decoding:
+        for sequence in turn.interrupted:
+            self._stop_decoding(records[sequence.id], start)
+        if self._decoding:
             gaps.add(end - start, self._decoding)
         self._fold_samples(turn.sampled, end)
         if turn.extra_tokens:
             self._fold_extra_tokens(turn.extra_tokens)
         self.accepted_drafts += turn.accepted_drafts
         self.rejected_drafts += turn.rejected_drafts
-        for sequence in turn.stopped_decoding:
-            if sequence not in early:
-                self._decoding -= records[sequence.id].measured
         for sequence in turn.started_decoding:
-            self._decoding += records[sequence.id].measured
+            record = records[sequence.id]
+            record.decodes = True
+            self._decoding += record.measured
+        for sequence in turn.stopped_decoding:
+            self._stop_decoding(records[sequence.id], end)
         if turn.finished:
             self._fold_finished(turn.finished, end)
 
-    def fold_run(self, run: DecodeRun[Any], start: int, end: int, first: int, growth: int) -> None:
-        """Note a run of steps from ``start`` to ``end``. O(steps), at C speed.
-
-        The first takes ``first`` ticks, each following one ``growth`` more than the one before.
-        """
+    def fold_run(self, run: DecodeRun[Any], start: int, end: int, times: RunTimes) -> None:
+        """Note a run of steps from ``start`` to ``end``. O(steps), at C speed."""
         steps = run.steps
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
-        ticks = range(first, first + steps * growth, growth) if growth else [first] * steps
-        first_used, tokens, waste = self._slots(run)
-        used = list(accumulate(run.takes[1:], initial=first_used))
+        ticks = times.ticks(steps)
+        first_used = self.usable_blocks - run.free_blocks
+        tokens = first_used * self._block_slots - run.empty_slots
+        waste = run.empty_slots - run.reserved_slots
+        used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
         if used[-1] > self.peak_blocks:
             self.peak_blocks = used[-1]
-        self._over_time.note_run(run, start, end, ticks=ticks, used=used, tokens=tokens, waste=waste)
+        self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
         if self._decoding:
-            self._gaps.add_all(ticks, self._decoding)
+            self._gaps.add(ticks[0], self._decoding)
+            if steps > 1:
+                self._gaps.add_all(ticks[1:], self._decoding)
         if run.finished:
             for sequence in run.finished:
                 self._decoding -= self.records[sequence.id].measured
@@ -497,8 +551,15 @@ class Metrics:
         request_id, tokens, most_computed = row
         record = self.records.pop(request_id)
         record.output_tokens = tokens - record.request.input_tokens
-        record.peak_blocks = -(-most_computed // self.block_size)
+        record.peak_blocks = self._blocks_for(most_computed)
         return record
+
+    def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
+        """Note that a request no longer decodes without being visited."""
+        if record.decodes:
+            record.decodes = False
+            record.last_token = last_token
+            self._decoding -= record.measured
 
     def _note_admission(self, record: RequestRecord, start: int, hit_tokens: int) -> None:
         totals = self._totals
@@ -515,13 +576,15 @@ class Metrics:
 
     def _note_finish(self, record: RequestRecord, end: int) -> None:
         totals, request = self._totals, record.request
+        output, samples = record.output_tokens, request.samples
         totals.finished += 1
-        totals.finished_samples += request.samples
-        totals.truncated += record.output_tokens < request.output_tokens
+        totals.finished_samples += samples
+        if output < request.output_tokens:
+            totals.truncated += 1
         if self.window_start is not None and end >= self.window_start:
             totals.finished_inside += 1
             totals.input_inside += request.input_tokens
-            totals.output_inside += record.output_tokens * request.samples
+            totals.output_inside += output * samples
         if record.measured:
             self._e2e.add(end - request.arrival)
             tpot = tpot_ticks(record)
@@ -529,16 +592,19 @@ class Metrics:
                 self._tpot.add(tpot)
             if self._has_goals:
                 totals.good += self._meets(record, self.slo)
-        self._tell(record)
+        if self._on_request is not None:
+            self._on_request(record)
 
     def _tell(self, record: RequestRecord) -> None:
         if self._on_request is not None:
             self._on_request(record)
 
-    def _slots(self, turn: Turn[Any] | DecodeRun[Any]) -> tuple[int, int, int]:
-        """Used blocks, and of their slots those with KV and those that nobody will ever fill."""
-        used = self.usable_blocks - turn.free_blocks
-        return used, used * self.block_size - turn.empty_slots, turn.empty_slots - turn.reserved_slots
+    def _blocks_for(self, tokens: int) -> int:
+        return -(-tokens // self.block_size) if len(self._groups) < 2 else self._several_groups_for(tokens)
+
+    def _several_groups_for(self, tokens: int) -> int:
+        assert self._cache is not None, "it says which groups there are"
+        return self._cache.blocks_for(tokens)
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:
@@ -558,16 +624,18 @@ class Metrics:
             self._gaps.add(0, measured)
 
     def _fold_finished(self, finished: Iterable[Sequence], end: int) -> None:
+        totals = self._totals
         for sequence in finished:
             record = self.records.pop(sequence.id)
+            tokens = sequence.num_tokens
             record.finished = end
-            record.output_tokens = sequence.num_tokens - record.request.input_tokens
-            computed = sequence.num_tokens - 1  # the last token is sampled, but never has KV
-            record.peak_blocks = -(-computed // self.block_size)
+            record.output_tokens = tokens - record.request.input_tokens
+            record.peak_blocks = self._blocks_for(tokens - 1)  # the last token never has KV
             self._note_finish(record, end)
         self.window_end = end
-        self._totals.asked += self._totals.asked_since
-        self._totals.asked_since = 0
+        if totals.asked_since:
+            totals.asked += totals.asked_since
+            totals.asked_since = 0
         self._over_time.note_finish()
 
     # Figures
@@ -615,7 +683,7 @@ class Metrics:
         ticks_at = over_time.ticks_at
         levels = sorted(ticks_at)
         block_ticks = sum(used * ticks_at[used] for used in levels)
-        held = block_ticks * self.block_size
+        held = block_ticks * self._block_slots
         tokens, waste, holes = over_time.tokens, over_time.waste, over_time.holes
 
         def share(part: int) -> float | None:
@@ -642,7 +710,34 @@ class Metrics:
             reserved_share=share(held - tokens - waste),
             external_fragmentation=share(holes),  # 0 in a pool of equal blocks
             peak_blocks=peak if window else self.peak_blocks,
+            behind_window_share=share(over_time.behind),
+            groups=self._group_figures(block_ticks, peak),
         )
+
+    def _group_figures(self, block_ticks: int, peak: int) -> tuple[GroupBlocks, ...]:
+        """Blocks by group; a single one has all of them."""
+        if self._cache is None:
+            return ()
+        over_time, window = self._over_time, self.window_ticks
+        sums, maxima = [block_ticks], [peak]
+        if len(self._groups) > 1:
+            sums = over_time.group_blocks or [0] * len(self._groups)
+            maxima = over_time.group_maxima or [0] * len(self._groups)
+        return tuple(
+            GroupBlocks(
+                kind=spec.kind,
+                block_size=self._cache.block_size_of(spec),
+                blocks_mean=total / window if window else None,
+                blocks_max=most if window else None,
+            )
+            for spec, total, most in zip(self._groups, sums, maxima, strict=True)
+        )
+
+    def draft_figures(self) -> DraftFigures:
+        """Draft tokens over the whole run."""
+        verified = self.accepted_drafts + self.rejected_drafts
+        rate = self.accepted_drafts / verified if verified else None
+        return DraftFigures(self.accepted_drafts, self.rejected_drafts, rate)
 
     def batch_figures(self) -> BatchFigures:
         """Queue lengths over time."""

@@ -60,8 +60,14 @@ class PreemptionLog:
         self._lost_ticks = 0
         self._closed = 0
 
-    def fold(self, turn: Turn[Any], step: int, start: int, end: int) -> None:
-        """Note a step that was scheduled at ``start`` and ends at ``end``."""
+    def fold(self, turn: Turn[Any], step: int, start: int, end: int) -> list[Case]:
+        """Note a step that was scheduled at ``start`` and ends at ``end``; returns the cases that it closes.
+
+        A case is closed when its victim has again all that it lost, or loses its place once more.
+        """
+        closed: list[Case] = []
+        if not (self.open or turn.preemptions):
+            return closed
         for sequence, hit_tokens in turn.prefix_hits:
             case = self.open.get(sequence.id)
             if case is not None:
@@ -74,16 +80,19 @@ class PreemptionLog:
                     case.computed_again += tokens
                     if case.computed_again >= case.preemption.lost_tokens:
                         self._close(self.open.pop(sequence.id), end)
+                        closed.append(case)
         for preemption in turn.preemptions:
             earlier = self.open.pop(preemption.victim, None)
             if earlier is not None:
                 self._close(earlier, start)
+                closed.append(earlier)
             self._events += 1
             self._by_decodes += preemption.is_decode
             self._of_themselves += preemption.victim == preemption.trigger
             self._running += turn.running
             self._lost_tokens += preemption.lost_tokens
             self.open[preemption.victim] = Case(step, start, preemption, turn.running)
+        return closed
 
     def causes(self, usable_blocks: int) -> PreemptionCauses:
         """What all came to; of cases that are still open the time they cost is not known."""

@@ -6,11 +6,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from math import sqrt
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvplan.core.arrivals import ClosedLoop, OpenLoop, clients_of
-from kvplan.core.engine import DecodeRun, Live, StepWork, Turn
+from kvplan.core.engine import DecodeRun, Live, RunTimes, StepWork, Turn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 
@@ -73,8 +72,8 @@ class StepRecord:
     """One turn as observers see it: its place in time, who came and went, what the engine did.
 
     ``turn`` is None where only refused or aborted requests came and no step ran; ``free_blocks`` is then what there was
-    after an abort. ``start`` and ``end`` are ticks. A run of several steps counts from ``step``: the first takes
-    ``first`` ticks, each following one ``growth`` more. ``out`` is the step that planned the batch processed in this
+    after an abort. ``start`` and ``end`` are ticks. A run of several steps counts from ``step`` and has its ``times``.
+    ``out`` is the step that planned the batch processed in this
     one, None if none was; after it ``depth`` batches are left to be processed. ``aborted`` have their client gone
     before or during the step, also where the engine learns of it later.
     """
@@ -85,8 +84,7 @@ class StepRecord:
     turn: Turn[Any] | DecodeRun[Any] | None
     arrived: list[Request] = field(default_factory=list)
     rejected: list[Request] = field(default_factory=list)
-    first: int = 0
-    growth: int = 0
+    times: RunTimes | None = None
     aborted: list[str] = field(default_factory=list)
     out: int | None = None
     depth: int = 0
@@ -136,6 +134,11 @@ class _Device:
             ends[stage] = now
         self._batches.append((step, now))
         self.last_end = now
+
+    def put(self, step: int, end: int) -> None:
+        """Take on the last batch of a run, which ends at ``end``."""
+        self._ends[-1] = self.last_end = end
+        self._batches.append((step, end))
 
     def hand_out(self) -> tuple[int, int]:
         """The batch that is processed: the step that planned it and when it ends."""
@@ -266,9 +269,12 @@ class _Loop:
         """Turn after turn, to the end."""
         engine, metrics, observe, clients = self._engine, self._metrics, self._observe, self._clients
         while True:
-            arrived, rejected = self._take_arrivals()
             now = self._now
+            arrived: list[Request] = []
+            rejected: list[Request] = []
             aborted: list[str] = []
+            if clients.upcoming is not None and clients.due <= now:
+                self._take_arrivals(arrived, rejected)
             if self._aborts:
                 aborted, known = self._aborts.before_turn(now)
                 for row in self._abort(known, now):
@@ -294,10 +300,8 @@ class _Loop:
             if clients.upcoming is None and (is_dead or engine.is_livelocked) and self._next_event() is None:
                 return Outcome("stuck", engine.why_stuck())
 
-    def _take_arrivals(self) -> tuple[list[Request], list[Request]]:
-        """Add those who have arrived; returns them and those who were turned away."""
-        arrived: list[Request] = []
-        rejected: list[Request] = []
+    def _take_arrivals(self, arrived: list[Request], rejected: list[Request]) -> None:
+        """Add those who have arrived; notes them and those who were turned away."""
         clients = self._clients
         while (request := clients.upcoming) is not None and clients.due <= self._now:
             reason = self._engine.refusal(request)
@@ -311,7 +315,6 @@ class _Loop:
             else:
                 rejected.append(request)
                 clients.ended(1, self._now)
-        return arrived, rejected
 
     def _abort(self, names: list[str], tick: int) -> list[Live]:
         """Have the engine let go of requests whose clients are gone; returns how far each got."""
@@ -360,17 +363,28 @@ class _Loop:
         0: somebody goes away in the first.
         """
         assert self._decode_price is not None, "the caller asks"
-        record.first, record.growth, valid = self._decode_price(*shape)
+        first, growth, valid = self._decode_price(*shape)
+        record.times = self._run_times(first, growth)
         most = min(valid, _LONGEST_TURN)
         if self._clients.upcoming is not None:
-            most = _steps_until(self._clients.due - self._now, record.first, record.growth, most)
-        tick = self._aborts.next_tick if self._aborts else None
-        if self._aborts.has_unheard or (tick is not None and tick - self._now < record.first):
+            most = record.times.steps_until(self._clients.due - self._now, most)
+        if not self._aborts:
+            return most
+        if self._aborts.has_unheard:
             return 0
-        if tick is not None:
-            gap = tick - self._now + 1  # the step that ends as the client goes away is the last
-            most = _steps_until(gap, record.first, record.growth, most + 1) - 1
-        return most
+        tick = self._aborts.next_tick
+        assert tick is not None, "somebody will go away"
+        # The step that ends as the client goes away is the last.
+        return record.times.steps_until(tick - self._now + 1, most + 1) - 1
+
+    def _run_times(self, first: int, growth: int) -> RunTimes:
+        """How long the steps of a run of decodes last, whose batches take ``first`` and each ``growth`` more.
+
+        With a batch queue the first lasts until the batch in flight ends, the second as long as the run's first batch.
+        """
+        if not self._device.depth:
+            return RunTimes(first, first + growth, growth)
+        return RunTimes(1 if self._step_numbered else self._device.next_end - self._now, first, growth)
 
     def _turn_with_aborts(self, record: StepRecord) -> Turn[Any] | DecodeRun[Any]:
         """A turn of one step in which clients may go away while the engine waits."""
@@ -400,6 +414,8 @@ class _Loop:
         elif self._step_numbered:
             end = now + 1
         record.turn, record.end, record.depth = turn, end, device.depth
+        for row in self._gone:
+            self._metrics.interrupt(row, now)
         self._metrics.fold(turn, now, end, end if self._step_numbered else device.last_end)
         for row in self._gone:
             self._metrics.abort(row, end)
@@ -409,24 +425,13 @@ class _Loop:
 
     def _note_run(self, run: DecodeRun[Any], record: StepRecord) -> None:
         """Note several steps of decodes."""
-        if not record.first:
-            record.first = self._price(run.first_work)
-        first, growth, steps = record.first, record.growth, run.steps
-        end = self._now + steps * first + growth * (steps * (steps - 1) // 2)
-        self._metrics.fold_run(run, self._now, end, first, growth)
+        if record.times is None:
+            record.times = self._run_times(self._price(run.first_work), 0)
+        end = self._now + record.times.total(run.steps)
+        self._metrics.fold_run(run, self._now, end, record.times)
         record.turn, record.end, record.out = run, end, record.step
-        self._steps += steps
+        if self._device.depth:
+            record.out, _ = self._device.hand_out()
+            self._device.put(record.step + run.steps - 1, self._now + record.times.total(run.steps + 1))
+        self._steps += run.steps
         self._now = end
-
-
-def _steps_until(gap: int, first: int, growth: int, most: int) -> int:
-    """The fewest steps that take at least ``gap`` ticks, if step j takes ``first + growth * j``; at most ``most``."""
-    # The root of growth/2 k^2 + (first - growth/2) k = gap, then at most a few steps of correction.
-    linear = first - growth / 2
-    root = 2 * gap / (linear + sqrt(linear * linear + 2 * growth * gap))
-    steps = min(most, int(root) + 1)
-    while steps < most and steps * first + growth * (steps * (steps - 1) // 2) < gap:
-        steps += 1
-    while steps > 1 and (steps - 1) * first + growth * ((steps - 1) * (steps - 2) // 2) >= gap:
-        steps -= 1
-    return steps

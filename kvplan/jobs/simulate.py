@@ -100,6 +100,7 @@ class SimulateResult:
     causes: PreemptionCauses
     latency: figures.LatencyFigures
     goodput: figures.Goodput | None
+    drafts: figures.DraftFigures | None
     warnings: tuple[str, ...]
     profile: Profile
     seconds_per_tick: Fraction | None
@@ -121,6 +122,7 @@ class SimulateResult:
             "batch": asdict(self.batch),
             "prefix_cache": asdict(self.prefix_cache),
             "preemptions": {**asdict(self.preemptions), **self._causes()},
+            "drafts": asdict(self.drafts) if self.drafts else None,
             "latency": asdict(self.latency),
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
@@ -273,6 +275,7 @@ class Simulation:
             num_gpu_blocks=plan.config.num_gpu_blocks,
             usable_blocks=plan.config.usable_blocks,
             block_size=plan.config.block_size,
+            cache=plan.config if isinstance(plan.config, SchedulerConfig) else None,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.seconds_per_tick,
             warmup=self._warmup,
@@ -362,6 +365,9 @@ def _result(
         causes=metrics.preemption_causes(),
         latency=metrics.latency(plan.latency_model),
         goodput=metrics.goodput(),
+        drafts=metrics.draft_figures()
+        if isinstance(plan.config, SchedulerConfig) and plan.config.speculative
+        else None,
         warnings=(
             *plan.warnings,
             *_request_warnings(counts, trace, plan.config),

@@ -19,6 +19,8 @@
 // What only a GPU has. With KV_EMULATED the shim in front of this text provides the names marked "shim:".
 // ---------------------------------------------------------------------------------------------------------------------
 
+#define KV_UNROLL _Pragma("unroll")
+
 #ifndef KV_EMULATED
 
 #define KV_SHARED(type, name)                 \
@@ -40,6 +42,13 @@ __device__ __forceinline__ T ldg(const T* address) {
     return *address;
 }
 
+template <>
+__device__ __forceinline__ uint2 ldg(const uint2* address) {
+    uint2 v;
+    asm volatile("ld.global.nc.v2.u32 {%0, %1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(address));
+    return v;
+}
+
 // shim: stg128.
 __device__ __forceinline__ void stg128(void* address, uint4 v) {
     *reinterpret_cast<uint4*>(address) = v;
@@ -49,6 +58,12 @@ __device__ __forceinline__ void stg128(void* address, uint4 v) {
 template <class T>
 __device__ __forceinline__ void stg(T* address, T value) {
     *address = value;
+}
+
+// The address as it is: what it was made of is not to be added up anew for each use.
+__device__ __forceinline__ const char* as_one(const char* address) {
+    asm("" : "+l"(address));
+    return address;
 }
 
 // shim: fast_exp2. 2^x, relative error about 2^-22; 2^-inf is 0.
@@ -111,10 +126,10 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
 
 #if __CUDA_ARCH__ >= 890
 #define KV_E4M3_CVT 1
-__device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {
-    unsigned halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(pair));
-    return halves;
+__device__ __forceinline__ void e4m3x4_to_half2x2(unsigned codes, unsigned halves[2]) {
+    asm("{.reg .b16 low, high; mov.b32 {low, high}, %2; cvt.rn.f16x2.e4m3x2 %0, low; cvt.rn.f16x2.e4m3x2 %1, high;}"
+        : "=r"(halves[0]), "=r"(halves[1])
+        : "r"(codes));
 }
 #endif
 
@@ -126,6 +141,13 @@ __device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {
 
 #ifndef KV_E4M3_CVT
 #define KV_E4M3_CVT 0
+#endif
+
+// GPUs with so much bandwidth that more loads must be under way.
+#if KV_E4M3_CVT && (defined(KV_EMULATED) || __CUDA_ARCH__ >= 900)
+#define KV_FAST_MEMORY 1
+#else
+#define KV_FAST_MEMORY 0
 #endif
 
 struct Half {
@@ -146,6 +168,8 @@ __device__ __forceinline__ unsigned short float_to_bfloat16_plain(float x) {
 }
 
 #ifdef KV_EMULATED
+__device__ __forceinline__ const char* as_one(const char* address) { return address; }
+
 __device__ __forceinline__ float half_to_float(unsigned short h) {
     const unsigned sign = (h & 0x8000u) << 16, magnitude = h & 0x7fffu;
     if (magnitude >= 0x7c00u) return __uint_as_float(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
@@ -191,16 +215,13 @@ __device__ __forceinline__ unsigned short e4m3_to_half(unsigned code) {
     return (unsigned short)(sign | float_to_half(half_to_float((unsigned short)(magnitude << 7)) * 256.0f));
 }
 
-__device__ __forceinline__ unsigned e4m3x2_to_half2(unsigned short pair) {
-    return e4m3_to_half(pair & 0xffu) | (unsigned)e4m3_to_half(pair >> 8) << 16;
+__device__ __forceinline__ void e4m3x4_to_half2x2(unsigned codes, unsigned halves[2]) {
+    for (int i = 0; i < 2; i++) {
+        halves[i] = e4m3_to_half(codes >> 16 * i & 0xffu) | (unsigned)e4m3_to_half(codes >> (16 * i + 8) & 0xffu) << 16;
+    }
 }
 #endif
 constexpr float E4M3_UNIT = 1.0f;
-
-__device__ __forceinline__ void e4m3x4_to_half2x2(unsigned codes, unsigned halves[2]) {
-    halves[0] = e4m3x2_to_half2((unsigned short)codes);
-    halves[1] = e4m3x2_to_half2((unsigned short)(codes >> 16));
-}
 #else
 constexpr float E4M3_UNIT = 256.0f;
 
@@ -235,7 +256,6 @@ __device__ __forceinline__ float to_float(E4m3 x) {
 __device__ __forceinline__ void from_float(float x, float& y) { y = x; }
 __device__ __forceinline__ void from_float(float x, Half& y) { y.bits = float_to_half(x); }
 __device__ __forceinline__ void from_float(float x, BFloat16& y) { y.bits = float_to_bfloat16(x); }
-__device__ __forceinline__ void from_float(float x, E4m3& y) { y.bits = float_to_e4m3(x); }
 
 // ---------------------------------------------------------------------------------------------------------------------
 // Arguments. kvplan/kernels/params.py holds the same structs; strides count elements.
@@ -261,7 +281,7 @@ struct MergeItem {
 
 struct PagedAttentionParams {
     const void* query;             // [requests, heads, head_dim]
-    const void* key_cache;         // block b, token slot s, KV head h at b, s, h times their strides
+    const void* key_cache;         // token slot s of block b is row b x cache_rows_per_block + s
     const void* value_cache;       // the same strides
     void* output;                  // [requests, heads, head_dim], contiguous
     float* lse;                    // [requests, heads] or null: natural log of the sum of exp(score)
@@ -276,13 +296,13 @@ struct PagedAttentionParams {
     const float* value_scale;
     long long query_stride_request;
     long long query_stride_head;
-    long long cache_stride_block;
-    long long cache_stride_token;
+    long long cache_stride_row;    // below 2^32 bytes
     long long cache_stride_head;
+    int cache_rows_per_block;      // block_size, or more where something else lies between blocks
     int block_table_stride;
     int num_heads;
     int num_kv_heads;
-    int num_blocks;                // of the cache: ids outside are not followed and make the result NaN
+    int num_blocks;                // of the cache: a table with other ids is not followed, and the result is NaN
     int block_size_log2;
     int scale_stride;              // 0: one scale for the tensor, 1: one per KV head
     int window;                    // naive only: the last `window` tokens, 0 for all; elsewhere the plan says it
@@ -300,10 +320,10 @@ struct ReshapeAndCacheParams {
     const float* value_scale;
     long long key_stride_token;
     long long value_stride_token;
-    long long cache_stride_block;
-    long long cache_stride_token;
+    long long cache_stride_row;
     long long cache_stride_head;
     long long num_slots;           // of the cache; a slot beyond is skipped
+    int cache_rows_per_block;
     int num_kv_heads;
     int block_size_log2;
     int scale_stride;
@@ -327,7 +347,9 @@ constexpr float LOG2_E = 1.4426950408889634f;
 constexpr float LN_2 = 0.6931471805599453f;
 // Running maxima start here and masked scores are minus infinity, so that no difference of infinities is taken.
 constexpr float NO_SCORE = -1e30f;
-constexpr float MINUS_INFINITY = -__builtin_huge_valf();
+
+__device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
+__device__ __forceinline__ float not_a_number() { return __uint_as_float(0x7fffffffu); }
 
 // Compile-time options: in a loop that is short of issue slots a branch that is never taken costs too.
 template <bool ALIBI_, bool SOFT_CAP_>
@@ -352,12 +374,11 @@ struct Scoring {
         return O::ALIBI ? ldg(p.alibi_slopes + head) * LOG2_E : 0.0f;
     }
 
-    // `distance` is token + 1 - context: 0 for the newest token, which ALiBi leaves alone.
-    __device__ __forceinline__ float operator()(float product, int distance, float slope) const {
-        float score = product * scale;
-        if (O::SOFT_CAP) score = cap * tanhf(score);
-        if (O::ALIBI) score += slope * (float)distance;
-        return score;
+    // The score over a reference. `distance` is token + 1 - context: 0 for the newest token, which ALiBi leaves alone.
+    __device__ __forceinline__ float operator()(float product, int distance, float slope, float reference) const {
+        if (O::SOFT_CAP) return fmaf(cap, tanhf(product * scale), (O::ALIBI ? slope * (float)distance : 0.0f) - reference);
+        if (O::ALIBI) return fmaf(product, scale, slope * (float)distance) - reference;
+        return fmaf(product, scale, -reference);
     }
 };
 
@@ -365,22 +386,33 @@ __device__ __forceinline__ float value_scale_of(const PagedAttentionParams& p, i
     return p.value_scale == nullptr ? 1.0f : ldg(p.value_scale + (long long)kv_head * p.scale_stride);
 }
 
-// Where a token's key and value lie: elements from the start of the cache, for KV head 0. An id that is no block's leads
-// to block 0, which may be read, and clears `known`.
-__device__ __forceinline__ long long row_in_block(const PagedAttentionParams& p, int block_id, int token, bool& known) {
-    const bool inside = (unsigned)block_id < (unsigned)p.num_blocks;
-    known = known && inside;
-    const int slot = token & ((1 << p.block_size_log2) - 1);
-    return (inside ? block_id : 0) * p.cache_stride_block + slot * p.cache_stride_token;
+// Whether the ids that lead to tokens begin <= t < end are blocks of the cache. A warp asks for itself and agrees. Where one
+// is not, nothing is read and the result is NaN: a stale table shows.
+__device__ __forceinline__ bool blocks_exist(const PagedAttentionParams& p, int request, int begin, int end) {
+    const int* table = p.block_table + (long long)request * p.block_table_stride;
+    bool exist = true;
+    if (begin < end) {
+        const int last = (end - 1) >> p.block_size_log2;
+        for (int i = (begin >> p.block_size_log2) + (int)(threadIdx.x % 32); i <= last; i += 32) {
+            exist = exist && (unsigned)ldg(table + i) < (unsigned)p.num_blocks;
+        }
+    }
+    return !__any_sync(ALL_LANES, !exist);
 }
 
-__device__ __forceinline__ long long row_of(const PagedAttentionParams& p, int request, int token, bool& known) {
+// The number of the row where a token's key and value lie; the host sees to it that it is below 2^32.
+__device__ __forceinline__ unsigned row_in_block(const PagedAttentionParams& p, int block_id, int token) {
+    return (unsigned)block_id * (unsigned)p.cache_rows_per_block + (unsigned)(token & ((1 << p.block_size_log2) - 1));
+}
+
+// In elements from the start of the cache, for KV head 0.
+__device__ __forceinline__ long long row_of(const PagedAttentionParams& p, int request, int token) {
     const int* table = p.block_table + (long long)request * p.block_table_stride;
-    return row_in_block(p, ldg(table + (token >> p.block_size_log2)), token, known);
+    return row_in_block(p, ldg(table + (token >> p.block_size_log2)), token) * p.cache_stride_row;
 }
 
 __device__ __forceinline__ float natural_lse(float maximum, float sum) {
-    return sum > 0.0f ? maximum * LN_2 + logf(sum) : (sum == 0.0f ? MINUS_INFINITY : sum);
+    return sum > 0.0f ? maximum * LN_2 + logf(sum) : (sum == 0.0f ? minus_infinity() : sum);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -421,20 +453,21 @@ __device__ __forceinline__ void naive_attention(const PagedAttentionParams& p) {
     const Scoring<O> scoring(p, kv_head);
     const float slope = scoring.slope(p, head);
 
-    bool known = true;
+    const bool exist = blocks_exist(p, request, begin, context);
+    const int end = exist ? context : begin;
     float maximum = NO_SCORE;
-    for (int t = begin + threadIdx.x; t < context; t += THREADS) {
-        const KV* key = keys + row_of(p, request, t, known);
+    for (int t = begin + threadIdx.x; t < end; t += THREADS) {
+        const KV* key = keys + row_of(p, request, t);
         float product = 0.0f;
         for (int d = 0; d < HEAD_DIM; d++) product += to_float(ldg(query + d)) * to_float(ldg(key + d));
-        const float score = scoring(product, t + 1 - context, slope);
+        const float score = scoring(product, t + 1 - context, slope, 0.0f);
         scores[t - begin] = score;
         maximum = fmaxf(maximum, score);
     }
     maximum = reduce_block<true>(maximum, scratch);
 
-    float sum = known ? 0.0f : __uint_as_float(0x7fffffffu);
-    for (int t = begin + threadIdx.x; t < context; t += THREADS) {
+    float sum = exist ? 0.0f : not_a_number();
+    for (int t = begin + threadIdx.x; t < end; t += THREADS) {
         const float weight = fast_exp2(scores[t - begin] - maximum);
         scores[t - begin] = weight;
         sum += weight;
@@ -445,8 +478,8 @@ __device__ __forceinline__ void naive_attention(const PagedAttentionParams& p) {
     const float factor = sum == 0.0f ? 0.0f : value_scale_of(p, kv_head) / sum;
     for (int d = threadIdx.x; d < HEAD_DIM; d += THREADS) {
         float output = 0.0f;
-        for (int t = begin; t < context; t++) {
-            output += scores[t - begin] * to_float(ldg(values + row_of(p, request, t, known) + d));
+        for (int t = begin; t < end; t++) {
+            output += scores[t - begin] * to_float(ldg(values + row_of(p, request, t) + d));
         }
         T stored;
         from_float(output * factor, stored);
@@ -463,6 +496,10 @@ __device__ __forceinline__ WorkItem work_item_of(const PagedAttentionParams& p) 
     const WorkItem* item = p.work_items + blockIdx.x;
     return {ldg(&item->request), ldg(&item->first_head), ldg(&item->num_heads),
             ldg(&item->begin),   ldg(&item->end),        ldg(&item->partial)};
+}
+
+__device__ __forceinline__ int kv_head_of(const PagedAttentionParams& p, const WorkItem& item) {
+    return item.first_head / (p.num_heads / p.num_kv_heads);
 }
 
 // What a decoded element is multiplied by to be the stored value.
@@ -511,12 +548,13 @@ struct BlockResults {
 };
 
 // Puts the parts together and writes the item's heads: to the output, or as partial results for merge_partials.
-template <class T, int HEAD_DIM, int HEADS, int PARTS>
+template <class T, class KV, int HEAD_DIM, int HEADS, int PARTS>
 __device__ __forceinline__ void write_results(
-    const PagedAttentionParams& p, const WorkItem& item, float value_scale,
-    const BlockResults<HEAD_DIM, HEADS, PARTS>& results
+    const PagedAttentionParams& p, const BlockResults<HEAD_DIM, HEADS, PARTS>& results
 ) {
     __syncthreads();
+    const WorkItem item = work_item_of(p);  // read again, which costs less than registers through the loop
+    const float value_scale = value_scale_of(p, kv_head_of(p, item)) * unit_of<KV>();
     for (int i = threadIdx.x; i < item.num_heads * HEAD_DIM; i += THREADS) {
         const int h = i / HEAD_DIM, d = i % HEAD_DIM;
         float maximum = NO_SCORE;
@@ -550,7 +588,7 @@ __device__ __forceinline__ void write_results(
 // Shared memory: BlockResults<HEAD_DIM, HEADS, WARPS>.
 // ---------------------------------------------------------------------------------------------------------------------
 
-constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
+__device__ constexpr int next_power_of_two(int n) { return n <= 1 ? 1 : 2 * next_power_of_two((n + 1) / 2); }
 
 template <class T, class KV, int HEAD_DIM, int HEADS, class O>
 struct Split {
@@ -578,18 +616,18 @@ struct Split {
     __device__ __forceinline__ Split(const PagedAttentionParams& p, const WorkItem& item, int kv_head)
         : scoring(p, kv_head) {
         scoring.scale *= unit_of<KV>();
-        for (int h = 0; h < HEADS; h++) {
+        KV_UNROLL for (int h = 0; h < HEADS; h++) {
             const bool there = h < item.num_heads;
             const T* row = (const T*)p.query + item.request * p.query_stride_request +
                            (item.first_head + h) * p.query_stride_head;
-            for (int v = 0; v < VECTORS; v++) {
-                for (int i = 0; i < (int)(ELEMENTS * sizeof(T)) / 16; i++) {
+            KV_UNROLL for (int v = 0; v < VECTORS; v++) {
+                KV_UNROLL for (int i = 0; i < (int)(ELEMENTS * sizeof(T)) / 16; i++) {
                     uint4 part = make_uint4(0u, 0u, 0u, 0u);
                     if (there && dimension(v) < HEAD_DIM) part = ldg128((const uint4*)(row + dimension(v)) + i);
                     decode<T>(part, query[h] + v * ELEMENTS + i * 16 / sizeof(T));
                 }
             }
-            for (int e = 0; e < WIDTH; e++) output[h][e] = 0.0f;
+            KV_UNROLL for (int e = 0; e < WIDTH; e++) output[h][e] = 0.0f;
             maximum[h] = NO_SCORE;
             sum[h] = 0.0f;
             slope[h] = there ? scoring.slope(p, item.first_head + h) : 0.0f;
@@ -602,51 +640,51 @@ struct Split {
         const int distance[UNROLL]
     ) {
         float scores[UNROLL][HEADS];
-        for (int u = 0; u < UNROLL; u++) {
+        KV_UNROLL for (int u = 0; u < UNROLL; u++) {
             float key[WIDTH];
-            for (int v = 0; v < VECTORS; v++) decode<KV>(keys[u][v], key + v * ELEMENTS);
-            for (int h = 0; h < HEADS; h++) {
+            KV_UNROLL for (int v = 0; v < VECTORS; v++) decode<KV>(keys[u][v], key + v * ELEMENTS);
+            KV_UNROLL for (int h = 0; h < HEADS; h++) {
                 float product = 0.0f;
-                for (int e = 0; e < WIDTH; e++) product = fmaf(query[h][e], key[e], product);
-                for (int step = LANES / 2; step > 0; step /= 2) product += __shfl_xor_sync(ALL_LANES, product, step);
-                scores[u][h] = valid[u] ? scoring(product, distance[u], slope[h]) : MINUS_INFINITY;
+                KV_UNROLL for (int e = 0; e < WIDTH; e++) product = fmaf(query[h][e], key[e], product);
+                KV_UNROLL for (int step = LANES / 2; step > 0; step /= 2) product += __shfl_xor_sync(ALL_LANES, product, step);
+                scores[u][h] = valid[u] ? scoring(product, distance[u], slope[h], 0.0f) : minus_infinity();
             }
         }
-        for (int h = 0; h < HEADS; h++) {
+        KV_UNROLL for (int h = 0; h < HEADS; h++) {
             float highest = maximum[h];
-            for (int u = 0; u < UNROLL; u++) highest = fmaxf(highest, scores[u][h]);
+            KV_UNROLL for (int u = 0; u < UNROLL; u++) highest = fmaxf(highest, scores[u][h]);
             const float shrink = fast_exp2(maximum[h] - highest);
             maximum[h] = highest;
             sum[h] *= shrink;
-            for (int e = 0; e < WIDTH; e++) output[h][e] *= shrink;
-            for (int u = 0; u < UNROLL; u++) {
+            KV_UNROLL for (int e = 0; e < WIDTH; e++) output[h][e] *= shrink;
+            KV_UNROLL for (int u = 0; u < UNROLL; u++) {
                 scores[u][h] = fast_exp2(scores[u][h] - highest);
                 sum[h] += scores[u][h];
             }
         }
-        for (int u = 0; u < UNROLL; u++) {
+        KV_UNROLL for (int u = 0; u < UNROLL; u++) {
             float value[WIDTH];
-            for (int v = 0; v < VECTORS; v++) decode<KV>(values[u][v], value + v * ELEMENTS);
-            for (int h = 0; h < HEADS; h++) {
-                for (int e = 0; e < WIDTH; e++) output[h][e] = fmaf(scores[u][h], value[e], output[h][e]);
+            KV_UNROLL for (int v = 0; v < VECTORS; v++) decode<KV>(values[u][v], value + v * ELEMENTS);
+            KV_UNROLL for (int h = 0; h < HEADS; h++) {
+                KV_UNROLL for (int e = 0; e < WIDTH; e++) output[h][e] = fmaf(scores[u][h], value[e], output[h][e]);
             }
         }
     }
 
     // Puts the warp's groups of lanes together and leaves the result in shared memory.
-    __device__ __forceinline__ void finish(bool known, BlockResults<HEAD_DIM, HEADS, WARPS>& results) {
+    __device__ __forceinline__ void finish(bool exist, BlockResults<HEAD_DIM, HEADS, WARPS>& results) {
         const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-        for (int h = 0; h < HEADS; h++) {
+        KV_UNROLL for (int h = 0; h < HEADS; h++) {
             float highest = maximum[h];
-            for (int step = LANES; step < 32; step *= 2) {
+            KV_UNROLL for (int step = LANES; step < 32; step *= 2) {
                 highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, step));
             }
             const float shrink = fast_exp2(maximum[h] - highest);
-            float total = known ? sum[h] * shrink : __uint_as_float(0x7fffffffu);
-            for (int step = LANES; step < 32; step *= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
-            for (int e = 0; e < WIDTH; e++) {
+            float total = exist ? sum[h] * shrink : not_a_number();
+            KV_UNROLL for (int step = LANES; step < 32; step *= 2) total += __shfl_xor_sync(ALL_LANES, total, step);
+            KV_UNROLL for (int e = 0; e < WIDTH; e++) {
                 float out = output[h][e] * shrink;
-                for (int step = LANES; step < 32; step *= 2) out += __shfl_xor_sync(ALL_LANES, out, step);
+                KV_UNROLL for (int step = LANES; step < 32; step *= 2) out += __shfl_xor_sync(ALL_LANES, out, step);
                 const int d = dimension(e / ELEMENTS) + e % ELEMENTS;
                 if (lane < LANES && d < HEAD_DIM) results.values[warp][h][d] = out;
             }
@@ -664,7 +702,7 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
     using Results = BlockResults<HEAD_DIM, HEADS, WARPS>;
     KV_SHARED(Results, results);
     const WorkItem item = work_item_of(p);
-    const int kv_head = item.first_head / (p.num_heads / p.num_kv_heads);
+    const int kv_head = kv_head_of(p, item);
     const int context = O::ALIBI ? ldg(p.context_lens + item.request) : 0;
     const KV* keys = (const KV*)p.key_cache + kv_head * p.cache_stride_head;
     const KV* values = (const KV*)p.value_cache + kv_head * p.cache_stride_head;
@@ -672,18 +710,19 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
     constexpr int TOKENS = Warp::KEYS * Warp::UNROLL;
 
     Warp state(p, item, kv_head);
-    bool known = true;
-    for (int base = item.begin + warp * TOKENS; base < item.end; base += WARPS * TOKENS) {
+    const bool exist = blocks_exist(p, item.request, item.begin, item.end);
+    const int end = exist ? item.end : item.begin;
+    for (int base = item.begin + warp * TOKENS; base < end; base += WARPS * TOKENS) {
         uint4 key[Warp::UNROLL][Warp::VECTORS], value[Warp::UNROLL][Warp::VECTORS];
         bool valid[Warp::UNROLL];
         int distance[Warp::UNROLL];
-        for (int u = 0; u < Warp::UNROLL; u++) {
+        KV_UNROLL for (int u = 0; u < Warp::UNROLL; u++) {
             const int token = base + u * Warp::KEYS + lane / Warp::LANES;
-            valid[u] = token < item.end;
+            valid[u] = token < end;
             distance[u] = token + 1 - context;
             // Past the end the last token is read again: what lies there may be anything, NaN included.
-            const long long row = row_of(p, item.request, valid[u] ? token : item.end - 1, known);
-            for (int v = 0; v < Warp::VECTORS; v++) {
+            const long long row = row_of(p, item.request, valid[u] ? token : end - 1);
+            KV_UNROLL for (int v = 0; v < Warp::VECTORS; v++) {
                 const int d = Warp::dimension(v);
                 key[u][v] = d < HEAD_DIM ? ldg128(keys + row + d) : make_uint4(0u, 0u, 0u, 0u);
                 value[u][v] = d < HEAD_DIM ? ldg128(values + row + d) : make_uint4(0u, 0u, 0u, 0u);
@@ -691,8 +730,8 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
         }
         state.attend(key, value, valid, distance);
     }
-    state.finish(known, *results);
-    write_results<T>(p, item, value_scale_of(p, kv_head) * unit_of<KV>(), *results);
+    state.finish(exist, *results);
+    write_results<T, KV>(p, *results);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -712,8 +751,8 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
 // K and V take turns in one set of registers, `ring`: where a piece of K has been used, the same piece of V of the same
 // tokens is asked for, and where that has been used, K of the warp's next tokens. So loads are always under way.
 //
-// Exponents refer to a value that follows the running maximum only once a score is larger by more than LAZY_LOG2, which
-// no format minds; outputs are then scaled in a branch that is rarely taken.
+// Exponents refer to a value that starts at the first maximum and follows it only once a score is larger by more than
+// LAZY_LOG2, which no format minds; outputs are then scaled in a branch that is rarely taken.
 // Shared memory, after the loop only: BlockResults<HEAD_DIM, HEADS, Mma<...>::KEY_WARPS>.
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -731,24 +770,20 @@ struct IsBFloat16<BFloat16> {
     static constexpr bool VALUE = true;
 };
 
-__device__ __forceinline__ long long shuffle_row(long long row, int lane) {
-    const unsigned low = __shfl_sync(ALL_LANES, (unsigned)row, lane);
-    const unsigned high = __shfl_sync(ALL_LANES, (unsigned)((unsigned long long)row >> 32), lane);
-    return (long long)((unsigned long long)high << 32 | low);
-}
-
 // Where a warp's tokens lie: lane l holds tokens l and l + 32 of those it takes at once. Ids of blocks are asked for one
 // turn before they are needed. Past the end the last token stands in: what lies there may be anything, NaN included.
 template <class KV, int LOOKUPS>
 struct TokenRows {
     const int* table;
     int last_token;
+    unsigned row_bytes;
     int block_ids[LOOKUPS];
-    long long bytes[LOOKUPS];
-    bool known = true;
+    unsigned rows[LOOKUPS];
 
     __device__ __forceinline__ TokenRows(const PagedAttentionParams& p, const WorkItem& item)
-        : table(p.block_table + (long long)item.request * p.block_table_stride), last_token(item.end - 1) {}
+        : table(p.block_table + (long long)item.request * p.block_table_stride),
+          last_token(item.end - 1),
+          row_bytes((unsigned)(p.cache_stride_row * sizeof(KV))) {}
 
     __device__ __forceinline__ int token(int base, int i) const {
         const int t = base + 32 * i + (int)(threadIdx.x % 32);
@@ -756,17 +791,19 @@ struct TokenRows {
     }
 
     __device__ __forceinline__ void ask(const PagedAttentionParams& p, int base) {
-        for (int i = 0; i < LOOKUPS; i++) block_ids[i] = ldg(table + (token(base, i) >> p.block_size_log2));
+        KV_UNROLL for (int i = 0; i < LOOKUPS; i++) block_ids[i] = ldg(table + (token(base, i) >> p.block_size_log2));
     }
 
     __device__ __forceinline__ void resolve(const PagedAttentionParams& p, int base) {
-        for (int i = 0; i < LOOKUPS; i++) {
-            bytes[i] = row_in_block(p, block_ids[i], token(base, i), known) * (long long)sizeof(KV);
+        KV_UNROLL for (int i = 0; i < LOOKUPS; i++) {
+            rows[i] = row_in_block(p, block_ids[i], token(base, i));
         }
     }
 
-    // Byte offset of the warp's j-th token.
-    __device__ __forceinline__ long long of(int j) const { return shuffle_row(bytes[j / 32], j % 32); }
+    // Where the warp's j-th token lies in a cache.
+    __device__ __forceinline__ const char* of(const char* cache, int j) const {
+        return cache + (unsigned long long)__shfl_sync(ALL_LANES, rows[j / 32], j % 32) * row_bytes;
+    }
 };
 
 template <class T, class KV, int HEAD_DIM, int HEADS, class O>
@@ -777,8 +814,10 @@ struct Mma {
     // Tiles of 8 heads. Two warps share 16 heads of a long row, so that outputs fit in registers.
     static constexpr int TILES = HEADS == 16 && HEAD_DIM <= 128 ? 2 : 1;
     static constexpr int KEY_WARPS = WARPS * TILES * 8 / HEADS;
-    // A warp takes GROUPS x 16 tokens at once: 64 registers of loads, less for short rows.
-    static constexpr int GROUPS = ROW_BYTES > 256 ? 1 : ROW_BYTES > 128 ? 2 : 4;
+    // A warp takes GROUPS x 16 tokens at once, as many as its registers hold: 16 vectors of 16 bytes a lane, fewer where
+    // converting e4m3 needs the registers.
+    static constexpr int FITTING = (FP8 && !KV_FAST_MEMORY ? 256 : 512) / ROW_BYTES, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
+    static constexpr int GROUPS = FITTING < 1 ? 1 : FITTING > MOST ? MOST : FITTING;
     static constexpr int TOKENS = 16 * GROUPS;
     static constexpr int LOOKUPS = (TOKENS + 31) / 32;
     // A row in pieces: of a piece a lane loads VALUE_BYTES of each of 4 values, or 16 bytes of CHUNKS x 2 keys.
@@ -828,8 +867,8 @@ struct Mma {
         const int h = (first_tile() + tile) * 8 + g();
         const T* row = (const T*)p.query + item.request * p.query_stride_request +
                        (item.first_head + h) * p.query_stride_head;
-        for (int c = 0; c < PIECES * CHUNKS; c++) {
-            for (int i = 0; i < STEPS / 2; i++) {
+        KV_UNROLL for (int c = 0; c < PIECES * CHUNKS; c++) {
+            KV_UNROLL for (int i = 0; i < STEPS / 2; i++) {
                 uint4 part = make_uint4(0u, 0u, 0u, 0u);
                 if (h < item.num_heads) part = ldg128(row + (4 * c + q()) * 4 * STEPS + 8 * i);
                 unsigned pairs[4] = {part.x, part.y, part.z, part.w};
@@ -837,13 +876,13 @@ struct Mma {
                     constexpr int BESIDE = KV_E4M3_CVT ? 1 : 2, OTHER = 3 - BESIDE;
                     float x[8];
                     decode<T>(part, x);
-                    for (int e = 0; e < 8; e++) x[e] = fminf(fmaxf(x[e], -LARGEST_HALF), LARGEST_HALF);
-                    for (int word = 0; word < 2; word++) {
+                    KV_UNROLL for (int e = 0; e < 8; e++) x[e] = fminf(fmaxf(x[e], -LARGEST_HALF), LARGEST_HALF);
+                    KV_UNROLL for (int word = 0; word < 2; word++) {
                         pairs[2 * word] = pack_half(x[4 * word], x[4 * word + BESIDE]);
                         pairs[2 * word + 1] = pack_half(x[4 * word + OTHER], x[4 * word + 3]);
                     }
                 }
-                for (int half = 0; half < 2; half++) {
+                KV_UNROLL for (int half = 0; half < 2; half++) {
                     const int step = 2 * i + half, row = TILES == 1 ? half : tile;
                     query[c][step * TILES / 2][row] = pairs[2 * half];
                     query[c][step * TILES / 2][row + 2] = pairs[2 * half + 1];
@@ -855,22 +894,22 @@ struct Mma {
     __device__ __forceinline__ Mma(const PagedAttentionParams& p, const WorkItem& item, int kv_head)
         : scoring(p, kv_head) {
         scoring.scale *= unit_of<KV>();
-        for (int tile = 0; tile < TILES; tile++) {
+        KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
             const int h = (first_tile() + tile) * 8 + g();
             load_query(p, item, tile);
-            reference[tile] = NO_SCORE;
+            reference[tile] = 0.0f;
             sum[tile] = 0.0f;
             slope[tile] = h < item.num_heads ? scoring.slope(p, item.first_head + h) : 0.0f;
-            for (int piece = 0; piece < PIECES; piece++) {
-                for (int j = 0; j < VALUE_TILES; j++) clear(output[piece][j][tile]);
+            KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
+                KV_UNROLL for (int j = 0; j < VALUE_TILES; j++) clear(output[piece][j][tile]);
             }
         }
     }
 
     // 16 bytes of keys g and g + 8 of a group, for each chunk of a piece.
     __device__ __forceinline__ void load_keys(const char* const keys[2], int group, int piece) {
-        for (int c = 0; c < CHUNKS; c++) {
-            for (int i = 0; i < 2; i++) {
+        KV_UNROLL for (int c = 0; c < CHUNKS; c++) {
+            KV_UNROLL for (int i = 0; i < 2; i++) {
                 const uint4 v = ldg128(keys[i] + piece * PIECE_BYTES + c * 64);
                 unsigned* words = ring[group][piece] + (2 * c + i) * 4;
                 words[0] = v.x;
@@ -883,7 +922,7 @@ struct Mma {
 
     // VALUE_BYTES of values 2q, 2q+1, 2q+8, 2q+9 of a group.
     __device__ __forceinline__ void load_values(const char* const values[4], int group, int piece) {
-        for (int i = 0; i < 4; i++) {
+        KV_UNROLL for (int i = 0; i < 4; i++) {
             unsigned* words = ring[group][piece] + i * (VALUE_BYTES / 4);
             if constexpr (VALUE_BYTES == 16) {
                 const uint4 v = ldg128(values[i] + piece * PIECE_BYTES);
@@ -904,9 +943,9 @@ struct Mma {
 
     // Products of a piece of the keys of a group with the queries, added up.
     __device__ __forceinline__ void multiply_keys(Products& products, int group, int piece) {
-        for (int c = 0; c < CHUNKS; c++) {
-            for (int step = 0; step < STEPS; step++) {
-                for (int i = 0; i < 2; i++) {
+        KV_UNROLL for (int c = 0; c < CHUNKS; c++) {
+            KV_UNROLL for (int step = 0; step < STEPS; step++) {
+                KV_UNROLL for (int i = 0; i < 2; i++) {
                     const unsigned* words = ring[group][piece] + (2 * c + i) * 4;
                     unsigned b[2];
                     if constexpr (FP8) {
@@ -925,18 +964,18 @@ struct Mma {
     __device__ __forceinline__ void multiply_values(int group, int piece) {
         constexpr int PER_VALUE = VALUE_BYTES / 4;
         const unsigned* words = ring[group][piece];
-        for (int w = 0; w < PER_VALUE; w++) {
+        KV_UNROLL for (int w = 0; w < PER_VALUE; w++) {
             const unsigned v0 = words[w], v1 = words[PER_VALUE + w];
             const unsigned v8 = words[2 * PER_VALUE + w], v9 = words[3 * PER_VALUE + w];
             if constexpr (FP8) {
                 // Two elements of two tokens, in the order that makes one pair of tokens of each element.
                 constexpr unsigned FIRST = KV_E4M3_CVT ? 0x5140u : 0x5410u, SECOND = KV_E4M3_CVT ? 0x7362u : 0x7632u;
-                for (int i = 0; i < 2; i++) {
+                KV_UNROLL for (int i = 0; i < 2; i++) {
                     unsigned near[2], far[2];
                     e4m3x4_to_half2x2(__byte_perm(v0, v1, i == 0 ? FIRST : SECOND), near);
                     e4m3x4_to_half2x2(__byte_perm(v8, v9, i == 0 ? FIRST : SECOND), far);
                     const unsigned a[4] = {near[0], near[1], far[0], far[1]};
-                    for (int tile = 0; tile < TILES; tile++) {
+                    KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
                         mma(output[piece][2 * w + i][tile], a, weights[group][tile]);
                     }
                 }
@@ -945,7 +984,7 @@ struct Mma {
                     __byte_perm(v0, v1, 0x5410u), __byte_perm(v0, v1, 0x7632u),
                     __byte_perm(v8, v9, 0x5410u), __byte_perm(v8, v9, 0x7632u)
                 };
-                for (int tile = 0; tile < TILES; tile++) mma(output[piece][w][tile], a, weights[group][tile]);
+                KV_UNROLL for (int tile = 0; tile < TILES; tile++) mma(output[piece][w][tile], a, weights[group][tile]);
             }
         }
     }
@@ -953,25 +992,25 @@ struct Mma {
     using Rows = TokenRows<KV, LOOKUPS>;
 
     __device__ __forceinline__ void load_keys(const char* keys, const Rows& rows, int group) {
-        const char* const at[2] = {keys + rows.of(16 * group + g()), keys + rows.of(16 * group + g() + 8)};
-        for (int piece = 0; piece < PIECES; piece++) load_keys(at, group, piece);
+        const char* const at[2] = {rows.of(keys, 16 * group + g()), rows.of(keys, 16 * group + g() + 8)};
+        KV_UNROLL for (int piece = 0; piece < PIECES; piece++) load_keys(at, group, piece);
     }
 
     // Scores of a group; its values take the place of its keys.
     __device__ __forceinline__ void use_keys(const char* values, const Rows& rows, int group) {
         const int first = 16 * group + 2 * q();
-        const char* const at[4] = {values + rows.of(first), values + rows.of(first + 1), values + rows.of(first + 8),
-                                   values + rows.of(first + 9)};
+        const char* const at[4] = {rows.of(values, first), rows.of(values, first + 1), rows.of(values, first + 8),
+                                   rows.of(values, first + 9)};
         Products products;
-        for (int i = 0; i < 2; i++) {
-            for (int set = 0; set < 2 / TILES; set++) clear(products[i][set]);
+        KV_UNROLL for (int i = 0; i < 2; i++) {
+            KV_UNROLL for (int set = 0; set < 2 / TILES; set++) clear(products[i][set]);
         }
-        for (int piece = 0; piece < PIECES; piece++) {
+        KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
             multiply_keys(products, group, piece);
             load_values(at, group, piece);
         }
-        for (int i = 0; i < 2; i++) {
-            for (int next = 0; next < 2; next++) {
+        KV_UNROLL for (int i = 0; i < 2; i++) {
+            KV_UNROLL for (int next = 0; next < 2; next++) {
                 scores[group][i][0][next] = products[i][0][next];
                 if constexpr (TILES == 1) {
                     scores[group][i][0][next] += products[i][1][2 + next];
@@ -984,36 +1023,36 @@ struct Mma {
 
     // Output of a group; if there are more tokens, their keys take the place of its values.
     __device__ __forceinline__ void use_values(const char* keys, const Rows& rows, int group, bool more) {
-        const char* at[2] = {keys, keys};
-        if (more) {
-            at[0] += rows.of(16 * group + g());
-            at[1] += rows.of(16 * group + g() + 8);
-        }
-        for (int piece = 0; piece < PIECES; piece++) {
+        const char* const at[2] = {rows.of(keys, 16 * group + g()), rows.of(keys, 16 * group + g() + 8)};
+        KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
             multiply_values(group, piece);
             if (more) load_keys(at, group, piece);
         }
     }
 
-    // Moves the reference of the exponents to the maximum of each head over the warp's tokens.
-    __device__ __forceinline__ void follow_maximum() {
-        for (int tile = 0; tile < TILES; tile++) {
-            float highest = reference[tile];
-            for (int group = 0; group < GROUPS; group++) {
-                for (int i = 0; i < 2; i++) {
-                    highest = fmaxf(highest, fmaxf(scores[group][i][tile][0], scores[group][i][tile][1]));
+    // Moves the reference of each head's exponents to its maximum over the warp's tokens, if that is higher or the first.
+    __device__ __forceinline__ void follow_maximum(bool first) {
+        KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
+            float rise = first ? NO_SCORE : 0.0f;
+            KV_UNROLL for (int group = 0; group < GROUPS; group++) {
+                KV_UNROLL for (int i = 0; i < 2; i++) {
+                    rise = fmaxf(rise, fmaxf(scores[group][i][tile][0], scores[group][i][tile][1]));
                 }
             }
-            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 1));
-            highest = fmaxf(highest, __shfl_xor_sync(ALL_LANES, highest, 2));
-            const float shrink = fast_exp2(reference[tile] - highest);
-            reference[tile] = highest;
+            rise = fmaxf(rise, __shfl_xor_sync(ALL_LANES, rise, 1));
+            rise = fmaxf(rise, __shfl_xor_sync(ALL_LANES, rise, 2));
+            reference[tile] += rise;
+            KV_UNROLL for (int group = 0; group < GROUPS; group++) {
+                KV_UNROLL for (int i = 0; i < 4; i++) scores[group][i / 2][tile][i % 2] -= rise;
+            }
+            if (first) continue;
+            const float shrink = fast_exp2(-rise);
             sum[tile] *= shrink;
             // The outputs here are of heads 2q and 2q + 1, whose lanes have other q.
-            for (int i = 0; i < 2; i++) {
+            KV_UNROLL for (int i = 0; i < 2; i++) {
                 const float factor = __shfl_sync(ALL_LANES, shrink, 4 * (2 * q() + i));
-                for (int piece = 0; piece < PIECES; piece++) {
-                    for (int j = 0; j < VALUE_TILES; j++) {
+                KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
+                    KV_UNROLL for (int j = 0; j < VALUE_TILES; j++) {
                         output[piece][j][tile][i] *= factor;
                         output[piece][j][tile][i + 2] *= factor;
                     }
@@ -1023,46 +1062,49 @@ struct Mma {
     }
 
     // From products to weights of the tokens base <= t < end; `distance` is base + 1 - context.
-    __device__ __forceinline__ void weigh(int base, int end, int distance) {
-        bool risen = false;
-        for (int group = 0; group < GROUPS; group++) {
-            for (int i = 0; i < 4 * TILES; i++) {
-                const int eight = i / (2 * TILES), tile = i / 2 % TILES, next = i % 2;
-                const int token = 16 * group + 8 * eight + 2 * q() + next;
-                float& score = scores[group][eight][tile][next];
-                score = scoring(score, distance + token, slope[tile]);
-                if (base + token >= end) score = MINUS_INFINITY;
-                risen = risen || score > reference[tile] + LAZY_LOG2;
+    __device__ __forceinline__ void weigh(int base, int end, int distance, bool first) {
+        constexpr int SCORES = 4 * TILES;  // of a group
+        KV_UNROLL for (int i = 0; i < GROUPS * SCORES; i++) {
+            const int eight = i / (SCORES / 2), tile = i / 2 % TILES, next = i % 2;
+            float& score = scores[eight / 2][eight % 2][tile][next];
+            score = scoring(score, distance + 8 * eight + 2 * q() + next, slope[tile], reference[tile]);
+        }
+        if (base + TOKENS > end) {
+            KV_UNROLL for (int i = 0; i < GROUPS * SCORES; i++) {
+                const int eight = i / (SCORES / 2), tile = i / 2 % TILES, next = i % 2;
+                if (base + 8 * eight + 2 * q() + next >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();
             }
         }
-        if (__any_sync(ALL_LANES, risen)) follow_maximum();
-        for (int group = 0; group < GROUPS; group++) {
-            for (int i = 0; i < 2 * TILES; i++) {
-                const int eight = i / TILES, tile = i % TILES;
-                const float weight = fast_exp2(scores[group][eight][tile][0] - reference[tile]);
-                const float next = fast_exp2(scores[group][eight][tile][1] - reference[tile]);
-                sum[tile] += weight + next;
-                weights[group][tile][eight] = pack(weight, next);
-            }
+        float highest = minus_infinity();
+        KV_UNROLL for (int i = 0; i < GROUPS * SCORES; i++) {
+            const int eight = i / (SCORES / 2), tile = i / 2 % TILES;
+            highest = fmaxf(highest, scores[eight / 2][eight % 2][tile][i % 2]);
+        }
+        if (__any_sync(ALL_LANES, first || highest > LAZY_LOG2)) follow_maximum(first);
+        KV_UNROLL for (int i = 0; i < GROUPS * SCORES / 2; i++) {
+            const int eight = i / TILES, tile = i % TILES;
+            const float* score = scores[eight / 2][eight % 2][tile];
+            const float weight = fast_exp2(score[0]), next = fast_exp2(score[1]);
+            sum[tile] += weight + next;
+            weights[eight / 2][tile][eight % 2] = pack(weight, next);
         }
     }
 
     // Leaves the warp's results in shared memory.
-    __device__ __forceinline__ void finish(bool known, BlockResults<HEAD_DIM, HEADS, KEY_WARPS>& results) {
-        const bool all_known = !__any_sync(ALL_LANES, !known);
-        for (int tile = 0; tile < TILES; tile++) {
-            float total = all_known ? sum[tile] : __uint_as_float(0x7fffffffu);
+    __device__ __forceinline__ void finish(bool exist, bool none, BlockResults<HEAD_DIM, HEADS, KEY_WARPS>& results) {
+        KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
+            float total = exist ? sum[tile] : not_a_number();
             total += __shfl_xor_sync(ALL_LANES, total, 1);
             total += __shfl_xor_sync(ALL_LANES, total, 2);
             const int first = (first_tile() + tile) * 8;
             if (q() == 0) {
-                results.maximum[key_warp()][first + g()] = reference[tile];
+                results.maximum[key_warp()][first + g()] = none ? NO_SCORE : reference[tile];
                 results.sum[key_warp()][first + g()] = total;
             }
-            for (int piece = 0; piece < PIECES; piece++) {
-                for (int j = 0; j < VALUE_TILES; j++) {
+            KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
+                KV_UNROLL for (int j = 0; j < VALUE_TILES; j++) {
                     const int d = (8 * piece + g()) * VALUE_ELEMENTS + 2 * j;
-                    for (int i = 0; i < 4; i++) {
+                    KV_UNROLL for (int i = 0; i < 4; i++) {
                         results.values[key_warp()][first + 2 * q() + i % 2][d + i / 2] = output[piece][j][tile][i];
                     }
                 }
@@ -1078,36 +1120,39 @@ __device__ __forceinline__ void mma_attention(const PagedAttentionParams& p) {
     constexpr int STRIDE = Warp::TOKENS * Warp::KEY_WARPS;
     KV_SHARED(Results, results);
     const WorkItem item = work_item_of(p);
-    const int kv_head = item.first_head / (p.num_heads / p.num_kv_heads);
+    const int kv_head = kv_head_of(p, item);
     const int context = O::ALIBI ? ldg(p.context_lens + item.request) : 0;
     const long long head_bytes = kv_head * p.cache_stride_head * (long long)sizeof(KV);
-    const char* keys = (const char*)p.key_cache + head_bytes + 16 * Warp::q();
-    const char* values = (const char*)p.value_cache + head_bytes + Warp::VALUE_BYTES * Warp::g();
+    const char* keys = as_one((const char*)p.key_cache + head_bytes + 16 * Warp::q());
+    const char* values = as_one((const char*)p.value_cache + head_bytes + Warp::VALUE_BYTES * Warp::g());
 
     Warp state(p, item, kv_head);
     TokenRows<KV, Warp::LOOKUPS> rows(p, item);
+    const bool exist = blocks_exist(p, item.request, item.begin, item.end);
+    const int end = exist ? item.end : item.begin;
     int base = item.begin + Warp::key_warp() * Warp::TOKENS;
-    bool more = base < item.end;
+    const bool none = base >= end;
+    bool more = !none, first = true;
     if (more) {
         rows.ask(p, base);
         rows.resolve(p, base);
         rows.ask(p, base + STRIDE);
-        for (int group = 0; group < Warp::GROUPS; group++) state.load_keys(keys, rows, group);
+        KV_UNROLL for (int group = 0; group < Warp::GROUPS; group++) state.load_keys(keys, rows, group);
     }
     while (more) {
-        for (int group = 0; group < Warp::GROUPS; group++) state.use_keys(values, rows, group);
-        const int distance = base + 1 - context;
-        state.weigh(base, item.end, distance);
+        KV_UNROLL for (int group = 0; group < Warp::GROUPS; group++) state.use_keys(values, rows, group);
+        state.weigh(base, end, base + 1 - context, first);
+        first = false;
         base += STRIDE;
-        more = base < item.end;
+        more = base < end;
         if (more) {
             rows.resolve(p, base);
             rows.ask(p, base + STRIDE);
         }
-        for (int group = 0; group < Warp::GROUPS; group++) state.use_values(keys, rows, group, more);
+        KV_UNROLL for (int group = 0; group < Warp::GROUPS; group++) state.use_values(keys, rows, group, more);
     }
-    state.finish(rows.known, *results);
-    write_results<T>(p, item, value_scale_of(p, kv_head) * unit_of<KV>(), *results);
+    state.finish(exist, none, *results);
+    write_results<T, KV>(p, *results);
 }
 
 #endif
@@ -1153,26 +1198,20 @@ __device__ __forceinline__ void store_row(
 ) {
     constexpr int PART = 8;
     constexpr int PARTS = HEAD_DIM / PART;
+    constexpr int VECTORS = PART * sizeof(T) / 16;
     for (int i = threadIdx.x; i < p.num_kv_heads * PARTS; i += THREADS) {
         const int head = i / PARTS, d = i % PARTS * PART;
-        const float scale = scales == nullptr ? 1.0f : ldg(scales + (long long)head * p.scale_stride);
-        alignas(16) T from[PART];
-        alignas(16) KV to[PART];
-        for (int v = 0; v < (int)sizeof(from) / 16; v++) {
-            ((uint4*)from)[v] = ldg128((const uint4*)(row + (long long)head * HEAD_DIM + d) + v);
-        }
-        for (int e = 0; e < PART; e++) {
-            if constexpr (sizeof(KV) == sizeof(T)) {
-                __builtin_memcpy(&to[e], &from[e], sizeof(T));
-            } else {
-                from_float(to_float(from[e]) / scale, to[e]);
-            }
-        }
-        KV* target = cache + head * p.cache_stride_head + d;
-        if constexpr (sizeof(to) == 8) {
-            stg((uint2*)target, *(const uint2*)to);
+        const T* from = row + head * HEAD_DIM + d;
+        KV* to = cache + head * p.cache_stride_head + d;
+        if constexpr (sizeof(KV) == sizeof(T)) {
+            for (int v = 0; v < VECTORS; v++) stg128((uint4*)to + v, ldg128((const uint4*)from + v));
         } else {
-            for (int v = 0; v < (int)sizeof(to) / 16; v++) stg128((uint4*)target + v, ((const uint4*)to)[v]);
+            const float scale = scales == nullptr ? 1.0f : ldg(scales + (long long)head * p.scale_stride);
+            float x[PART];
+            for (int v = 0; v < VECTORS; v++) decode<T>(ldg128((const uint4*)from + v), x + v * PART / VECTORS);
+            unsigned codes[2] = {0u, 0u};
+            for (int e = 0; e < PART; e++) codes[e / 4] |= (unsigned)float_to_e4m3(x[e] / scale) << e % 4 * 8;
+            stg((uint2*)to, make_uint2(codes[0], codes[1]));
         }
     }
 }
@@ -1181,8 +1220,8 @@ template <class T, class KV, int HEAD_DIM>
 __device__ __forceinline__ void reshape_and_cache(const ReshapeAndCacheParams& p) {
     const long long token = blockIdx.x, slot = ldg(p.slot_mapping + token);
     if (slot < 0 || slot >= p.num_slots) return;
-    const long long place = (slot >> p.block_size_log2) * p.cache_stride_block +
-                            (slot & ((1 << p.block_size_log2) - 1)) * p.cache_stride_token;
+    const long long row = (slot >> p.block_size_log2) * p.cache_rows_per_block + (slot & ((1 << p.block_size_log2) - 1));
+    const long long place = row * p.cache_stride_row;
     store_row<T, KV, HEAD_DIM>(
         (const T*)p.key + token * p.key_stride_token, (KV*)p.key_cache + place, p.key_scale, p
     );

@@ -110,9 +110,7 @@ class Variant:
     def blocks_per_sm(self) -> int:
         """How many blocks of threads must fit on a multiprocessor together; registers are bounded so that they do."""
         if self.kernel == "mma":
-            if self.head_dim > 128:
-                return 2
-            return 3 if self.head_tile == 8 else 2
+            return 2
         if self.kernel == "split":
             return {1: 6, 2: 4, 4: 3, 8: 2}[self.head_tile]
         return 4 if self.kernel != "copy_blocks" else 8

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from rich.table import Table
@@ -56,11 +56,11 @@ def print_gpus(screen: Screen, gpus: Sequence[Gpu]) -> None:
 
 
 def print_record(screen: Screen, fields: dict[str, object]) -> None:
-    """One catalogue entry, a line a field."""
+    """One catalogue entry, a line a field; of a block of fields those that are known."""
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    for name, value in fields.items():
+    for name, value in _lines(fields):
         if name.endswith("_bytes") and isinstance(value, int):
             text = f"{value:,} ({format_bytes(value)})"
         elif isinstance(value, int) and not isinstance(value, bool):
@@ -71,6 +71,15 @@ def print_record(screen: Screen, fields: dict[str, object]) -> None:
             text = "unknown" if value is None else str(value)
         table.add_row(name, literal(text))
     screen.show(table)
+
+
+def _lines(fields: dict[str, object]) -> Iterator[tuple[str, object]]:
+    for name, value in fields.items():
+        if isinstance(value, dict):
+            known = [f"{key} {item}" for key, item in value.items() if item is not None]
+            yield from zip([name, *[""] * len(known)], known or ["-"], strict=False)
+        else:
+            yield name, value
 
 
 def _flat(item: object) -> str:

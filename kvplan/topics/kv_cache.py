@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from itertools import accumulate
 
-from kvplan.core.cost import Flops
 from kvplan.core.request import Request
+from kvplan.core.step_shape import Flops
 from kvplan.step_time import step_flops
 from kvplan.topics.example import Example, Trial, try_out
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Formula, Prose, Table, Value

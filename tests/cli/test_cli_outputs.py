@@ -27,8 +27,8 @@ SCENARIOS = [
     "23_never_fits",
 ]
 ORDER = (
-    "step time_s arrived rejected scheduled admitted resumed preempted preemptions finished prefix_hits free_blocks "
-    "free_blocks_end running waiting"
+    "step time_s arrived rejected scheduled admitted resumed preempted preemptions recovered finished "
+    "prefix_hits free_blocks free_blocks_end running waiting"
 )
 CONTRACT = ORDER.split()
 #: A key of the goldens and the contract's name for it.
@@ -88,7 +88,43 @@ def test_events_are_what_the_real_scheduler_did(cli: Cli, tmp_path: Path, name: 
     assert all(step.pop("time_s") is None for step in steps)
     for step in steps:  # why somebody was preempted is ours to tell
         assert [case["victim"] for case in step.pop("preemptions", [])] == step.get("preempted", [])
+        step.pop("recovered", None)
     assert steps == golden(name, detail=detail)
+
+
+@pytest.mark.parametrize("engine", ["vllm", "paged"])
+def test_events_tell_what_each_preemption_cost(cli: Cli, tmp_path: Path, engine: str) -> None:
+    """Their sums and the worst of them are those of the document."""
+    command = (
+        f"simulate bursts --limit 100 --num-gpu-blocks-override 300 --engine {engine} --max-model-len 4000"
+    )
+    figures = json.loads(cli(f"{command} --events e.jsonl --json").out)["preemptions"]
+    steps = events(tmp_path / "e.jsonl")
+    began = {
+        (case["victim"], step["step"]): (step, case) for step in steps for case in step.get("preemptions", [])
+    }
+    ended = [(step, cost) for step in steps for cost in step.get("recovered", [])]
+    assert len(began) == len(ended) == figures["events"] > 10
+    for step, cost in ended:
+        then, case = began.pop((cost["request"], cost["preempted_step"]))
+        assert cost["lost_tokens"] == case["lost_tokens"] >= cost["found_tokens"]
+        assert step["step"] > then["step"]
+        assert cost["lost_s"] > 0
+    for total in ("lost_tokens", "found_tokens"):
+        assert sum(cost[total] for _, cost in ended) == figures[total]
+    assert sum(cost["lost_s"] for _, cost in ended) == pytest.approx(figures["lost_s"])
+    costliest = sorted((cost["lost_s"] for _, cost in ended), reverse=True)
+    assert costliest[:10] == [case["lost_s"] for case in figures["worst"]]
+
+
+def test_a_victim_that_comes_back_tells_what_it_found(cli: Cli, tmp_path: Path) -> None:
+    """Two steps later a block of its 22 tokens is found, and the rest computed with its next: steps 7 to 9."""
+    cli(f"simulate {GOLDENS / '05_preempt_single.scenario.json'} --step-time 0.02 --events e.jsonl")
+    steps = events(tmp_path / "e.jsonl")
+    (back,) = [step for step in steps if "recovered" in step]
+    assert (back["step"], back["scheduled"], back["prefix_hits"]) == (9, [["b", 1], ["c", 7]], [["c", 16]])
+    cost = {"request": "c", "preempted_step": 7, "lost_tokens": 22, "found_tokens": 16, "lost_s": 0.06}
+    assert back["recovered"] == [cost]
 
 
 def test_events_have_the_keys_of_the_contract_in_its_order(cli: Cli, tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ answer, also one still being generated or not yet arrived; several arrivals in o
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -97,61 +99,149 @@ def draw_requests(rng: Random, block_size: int) -> list[Request]:
     return requests
 
 
-def compare(seed: int, *, publish_at_once: bool, skip: bool) -> tuple[int, int]:
+def draw_aborts(rng: Random, requests: list[Request]) -> list[Request]:
+    """The same requests, of some of which the client goes away, before a step or in the middle of one."""
+    share = rng.choice([0, 0.1, 0.3, 0.8])
+    return [
+        request._replace(
+            abort=request.arrival + rng.choice([0, 0, 1, 1, 2, 3, 5, 8, 20]), abort_mid=rng.random() < 0.5
+        )
+        if rng.random() < share
+        else request
+        for request in requests
+    ]
+
+
+def compare(seed: int, *, publish_at_once: bool, skip: bool) -> Counter[str]:
     """As `compare_engines` for a random scenario."""
     config, requests = draw(Random(seed))
     return compare_engines(config, requests, publish_at_once=publish_at_once, skip=skip)
 
 
+def compare_asynchronous(seed: int, *, publish_at_once: bool, skip: bool) -> Counter[str]:
+    """As `compare`, with asynchronous scheduling."""
+    rng = Random(seed)
+    config, requests = draw(rng)
+    config = replace(config, async_scheduling=True)
+    return compare_engines(config, draw_aborts(rng, requests), publish_at_once=publish_at_once, skip=skip)
+
+
+def compare_with_aborts(seed: int, *, publish_at_once: bool, skip: bool) -> Counter[str]:
+    """As `compare`, with clients that go away."""
+    rng = Random(seed)
+    config, requests = draw(rng)
+    return compare_engines(config, draw_aborts(rng, requests), publish_at_once=publish_at_once, skip=skip)
+
+
 def compare_engines(
     config: SchedulerConfig, requests: list[Request], *, publish_at_once: bool, skip: bool
-) -> tuple[int, int]:
-    """Run both engines side by side; returns steps and preemptions.
+) -> Counter[str]:
+    """Run both engines side by side, in steps; returns how often what happened.
 
     ``publish_at_once`` forces the fast engine's late publishing in every turn (it must be invisible) and compares
     the index with its copies too. ``skip`` lets it take many steps in a turn.
     """
-    plain, fast, hashes = VllmPlain(config), Vllm(config), Hashes(config.block_size)
+    pair = Pair(VllmPlain(config), Vllm(config))
+    plain, fast, hashes = pair.plain, pair.fast, Hashes(config.block_size)
     queue = list(reversed(requests))
-    now = steps = preemptions = 0
-    while steps < LONGEST_RUN:
+    now = 0
+    seen: Counter[str] = Counter()
+    while seen["steps"] < LONGEST_RUN:
         while queue and queue[-1].arrival <= now:
-            request = queue.pop()
-            assert plain.refusal(request) == fast.refusal(request)
-            if plain.refusal(request) is None:
-                plain.add(request)
-                fast.add(request)
+            pair.add(queue.pop())
+        pair.abort_before(now)
         assert plain.is_idle == fast.is_idle
+        events = [*pair.aborts(), *(queue[-1:] and [queue[-1].arrival])]
         if plain.is_idle:
             if not queue:
                 break
             now = queue[-1].arrival
             continue
-        most = (queue[-1].arrival - now if queue else LONGEST_RUN) if skip else 1
-        turn = fast.turn(most)
-        step = compare_turn(plain, turn)
+        most = (max(1, min(events) - now) if events else LONGEST_RUN) if skip else 1
+        turn, step = pair.turn(most)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
-        if plain.is_livelocked or (step.is_dead and not queue):
+        if plain.is_livelocked or (step.is_dead and not events):
             assert plain.why_stuck() == fast.why_stuck()
         compare_pools(plain, fast, hashes, publish_at_once=publish_at_once)
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
-        steps += taken
         now += taken
-        preemptions += len(step.preempted)
+        seen.update(steps=taken, preemptions=len(step.preempted), skipped=taken - 1)
+        seen["finished while waiting"] += len(set(step.preempted) & set(step.finished))
         if step.is_dead or plain.is_livelocked:
-            if not queue:
+            if not events:
                 break
             if step.is_dead:
-                now = queue[-1].arrival
-    return steps, preemptions
+                now = min(events)
+    seen["aborted"] = pair.aborted
+    return seen
 
 
-def compare_turn(plain: VllmPlain, turn: Turn[Any] | DecodeRun[Any]) -> Turn[Any]:
+class Pair:
+    """Both engines, told the same."""
+
+    def __init__(self, plain: VllmPlain, fast: Vllm) -> None:
+        self.plain = plain
+        self.fast = fast
+        self.aborted = 0
+        self._leaving: dict[str, Request] = {}
+        self._unheard: list[str] = []
+
+    def add(self, request: Request) -> None:
+        assert self.plain.refusal(request) == self.fast.refusal(request)
+        if self.plain.refusal(request) is None:
+            self.plain.add(request)
+            self.fast.add(request)
+            if request.abort is not None:
+                self._leaving[request.id] = request
+
+    def aborts(self) -> list[int]:
+        """When clients will go away whose requests are live."""
+        live = {name for name, _, _ in self.plain.live()}
+        return [r.abort for r in self._leaving.values() if r.abort is not None and r.id in live]
+
+    def abort_before(self, now: int) -> None:
+        """Let go of those whose clients are gone before step ``now``; of some the engines learn when they wait."""
+        due = [r for r in self._leaving.values() if r.abort is not None and r.abort <= now]
+        for request in sorted(due, key=lambda r: r.abort or 0):
+            del self._leaving[request.id]
+            if request.abort_mid:
+                self._unheard.append(request.id)
+            elif request.id in {name for name, _, _ in self.plain.live()}:
+                assert self.plain.abort(request.id) == self.fast.abort(request.id)
+                self.aborted += 1
+
+    def turn(self, most: int) -> tuple[Turn[Any] | DecodeRun[Any], Turn[Any]]:
+        """Take the same steps in both, holding each figure against it; returns the fast turn and the last step."""
+        if not self._unheard:
+            turn = self.fast.turn(most)
+            return turn, compare_turn(self.plain, turn)
+        rows: list[list[object]] = []
+
+        def waiting(engine: VllmPlain | Vllm) -> Callable[[Turn[Any]], None]:
+            def wait(_turn: Turn[Any]) -> None:
+                live = {name for name, _, _ in engine.live()}
+                rows.append([engine.abort(name) for name in self._unheard if name in live])
+
+            return wait
+
+        turn = self.fast.turn(1, waiting(self.fast))
+        step = compare_turn(self.plain, turn, waiting(self.plain))
+        assert rows[:1] == rows[1:]
+        if rows:
+            self.aborted += len(rows[0])
+            self._unheard.clear()
+        return turn, step
+
+
+def compare_turn(
+    plain: VllmPlain, turn: Turn[Any] | DecodeRun[Any], wait: Callable[[Turn[Any]], None] | None = None
+) -> Turn[Any]:
     """Let the plain engine take the same steps and hold each figure against it; returns its last step."""
     if isinstance(turn, DecodeRun):
         return compare_run(plain, turn)
-    step = plain.turn()
+    step = plain.turn(1, wait)
+    assert (step.planned, step.processed, step.is_dead) == (turn.planned, turn.processed, turn.is_dead)
     for name in ("admitted", "resumed", "preempted", "finished"):
         assert [s.id for s in getattr(step, name)] == [s.id for s in getattr(turn, name)], name
     assert [(s.id, n) for s, n in step.prefix_hits] == [(s.id, n) for s, n in turn.prefix_hits]
@@ -159,6 +249,8 @@ def compare_turn(plain: VllmPlain, turn: Turn[Any] | DecodeRun[Any]) -> Turn[Any
     ours = {s.id: n for s, n in turn.scheduled}
     assert {s.id: n for s, n in step.scheduled if s.id in ours} == ours
     assert len(step.scheduled) == len(turn.scheduled) + turn.decoders
+    sampled = {s.id for s in turn.sampled}
+    assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in turn.sampled]
     for name in (*COUNTS, "evicted", "scheduled_tokens", "recomputed_tokens", "free_blocks_end"):
         assert getattr(step, name) == getattr(turn, name), name
     assert step.work.decodes == turn.work.decodes
@@ -271,7 +363,7 @@ def publish_decoded(fast: Vllm) -> None:
     for member in fast.running:
         if member.decoding:
             holding = fast._holdings[member]
-            filled = (member.base + fast.cohort.step) // fast.config.block_size
+            filled = (member.base + fast.cohort.step - fast._lag) // fast.config.block_size
             fast.pool.publish(holding, filled, lambda _run: None)
 
 

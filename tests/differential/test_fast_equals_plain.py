@@ -6,13 +6,17 @@ KVPLAN_SCENARIOS sets the number of random runs; 20,000 are for a longer session
 from __future__ import annotations
 
 import os
+from collections import Counter
+from pathlib import Path
 
 import pytest
-from random_scenarios import compare
+from random_scenarios import compare, compare_asynchronous, compare_engines, compare_with_aborts
 
 from kvplan.core.metrics import RequestRecord
 from kvplan.jobs.simulate import Simulation
 from kvplan.options import SimulateOptions
+from kvplan.simulated_engines import has_fast_path
+from kvplan.trace import open_trace
 
 SCENARIOS = int(os.environ.get("KVPLAN_SCENARIOS", "2000"))
 BATCH = 100
@@ -26,8 +30,45 @@ def test_random_scenarios_agree(first: int, skip: bool) -> None:
         compare(seed, publish_at_once=True, skip=skip)
 
 
-def test_the_scenarios_reach_preemption() -> None:
-    assert sum(compare(seed, publish_at_once=False, skip=True)[1] for seed in range(100)) > 50
+@pytest.mark.parametrize("first", range(0, SCENARIOS // 2, BATCH))
+def test_random_scenarios_agree_asynchronously(first: int) -> None:
+    """Each of four ways to run a scenario in turn."""
+    for seed in range(first, min(first + BATCH, SCENARIOS // 2)):
+        compare_asynchronous(seed, publish_at_once=seed % 2 == 0, skip=seed % 4 < 2)
+
+
+@pytest.mark.parametrize("first", range(0, SCENARIOS // 4, BATCH))
+def test_random_scenarios_with_aborts_agree(first: int) -> None:
+    for seed in range(first, min(first + BATCH, SCENARIOS // 4)):
+        compare_with_aborts(seed, publish_at_once=seed % 2 == 0, skip=seed % 4 < 2)
+
+
+GOLDENS = Path(__file__).parents[1] / "golden/data"
+RECORDED = [p.name.removesuffix(".golden.jsonl") for p in sorted(GOLDENS.glob("*.golden.jsonl"))]
+
+
+def test_recorded_runs_agree_wherever_the_fast_engine_can_take_them() -> None:
+    seen: Counter[str] = Counter()
+    for name in [*RECORDED, "69_rand_async"]:
+        trace = open_trace(str(GOLDENS / f"{name}.scenario.json"))
+        config = trace.scenario
+        if config is not None and has_fast_path(config):
+            requests = list(trace)
+            seen += compare_engines(config, requests, publish_at_once=True, skip=False)
+            seen += compare_engines(config, requests, publish_at_once=False, skip=True)
+            seen["asynchronous" if config.async_scheduling else "synchronous"] += 1
+    assert (seen["synchronous"], seen["asynchronous"]) == (39, 10)
+    assert seen["aborted"] > 10
+
+
+def test_the_scenarios_reach_what_is_rare() -> None:
+    seen: Counter[str] = Counter()
+    for seed in range(100):
+        seen += compare_asynchronous(seed, publish_at_once=False, skip=True)
+    assert seen["preemptions"] > 50
+    assert seen["finished while waiting"] > 5
+    assert seen["aborted"] > 100
+    assert seen["skipped"] > 1000
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,14 @@
 """Random scenarios through the whole loop: every figure of the fast engine equals the plain one's.
 
 With constant prices, in steps and in ticks, and with random models of step times whose windows fill within a run and
-whose launches take over, with and without warm-up. KVPLAN_SCENARIOS sets the number of runs.
+whose launches take over, with and without warm-up; synchronous, and asynchronous with clients that go away.
+KVPLAN_SCENARIOS sets the number of runs.
 """
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from fractions import Fraction
 from random import Random
 
@@ -29,22 +31,43 @@ BATCH = 100
 @pytest.mark.parametrize("first", range(0, RUNS, BATCH))
 def test_every_figure_is_equal(first: int) -> None:
     for seed in range(first, min(first + BATCH, RUNS)):
-        rng = Random(seed)
-        config, requests = draw(rng)
-        step_numbered = rng.random() < 0.4
-        if step_numbered or rng.random() < 0.2:
-            ticks = 1 if step_numbered else 7
-            price, decode_price, scale = constant(ticks), constant_decode(ticks), ticks
-        else:
-            cost = draw_cost(rng)
-            price, decode_price, scale = cost.step_ps, cost.decode, rng.choice([1, 10, 60])
-        requests = [r._replace(arrival=r.arrival * scale) for r in requests]
-        warmup = rng.choice([0, 0, 3, 20, 200])
-        plain, fast = (
-            figures(kind(config), config, requests, warmup, price, decode_price, step_numbered)
-            for kind in (VllmPlain, Vllm)
-        )
-        assert plain == fast, f"seed {seed}"
+        compare_figures(seed, asynchronous=False, aborts=False)
+
+
+@pytest.mark.parametrize("first", range(0, RUNS // 2, BATCH))
+def test_every_figure_is_equal_asynchronously_and_with_aborts(first: int) -> None:
+    for seed in range(first, min(first + BATCH, RUNS // 2)):
+        compare_figures(seed, asynchronous=seed % 4 > 0, aborts=seed % 3 < 2)
+
+
+def compare_figures(seed: int, *, asynchronous: bool, aborts: bool) -> None:
+    rng = Random(seed)
+    config, requests = draw(rng)
+    config = replace(config, async_scheduling=asynchronous)
+    step_numbered = rng.random() < 0.4
+    if step_numbered or rng.random() < 0.2:
+        ticks = 1 if step_numbered else 7
+        price, decode_price, scale = constant(ticks), constant_decode(ticks), ticks
+    else:
+        cost = draw_cost(rng)
+        price, decode_price, scale = cost.step_ps, cost.decode, rng.choice([1, 10, 60])
+    requests = [r._replace(arrival=r.arrival * scale) for r in requests]
+    if aborts:
+        requests = [with_abort(rng, r, scale, step_numbered=step_numbered) for r in requests]
+    warmup = rng.choice([0, 0, 3, 20, 200])
+    plain, fast = (
+        figures(kind(config), config, requests, warmup, price, decode_price, step_numbered)
+        for kind in (VllmPlain, Vllm)
+    )
+    assert plain == fast, f"seed {seed}"
+
+
+def with_abort(rng: Random, request: Request, scale: int, *, step_numbered: bool) -> Request:
+    """The same request, of which the client may go away some time after it came."""
+    if rng.random() < 0.6:
+        return request
+    after = rng.choice([0, 1, scale, rng.randint(0, 20 * scale), rng.randint(0, 200)])
+    return request._replace(abort=request.arrival + after, abort_mid=step_numbered and rng.random() < 0.5)
 
 
 def draw_cost(rng: Random) -> LatencyModel:
@@ -101,6 +124,7 @@ def figures(
             r.admitted,
             r.first_token,
             r.finished,
+            r.aborted,
             r.output_tokens,
             r.hit_tokens,
             r.resumed_hit_tokens,

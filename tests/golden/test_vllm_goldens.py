@@ -98,12 +98,7 @@ def test_small_scenario_step_by_step_with_block_ids(name: str) -> None:
     assert result.requests.unfinished == len(summary.get("unfinished", []))
 
 
-def is_fast(name: str) -> bool:
-    has_aborts = '"abort_step"' in (DATA / f"{name}.scenario.json").read_text()
-    return has_fast_path(settings(name)) and not has_aborts
-
-
-@pytest.mark.parametrize("name", [name for name in SCENARIOS if is_fast(name)])
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if has_fast_path(settings(name))])
 def test_fast_engine_comes_to_the_same_figures(name: str) -> None:
     path, options = str(DATA / f"{name}.scenario.json"), SimulateOptions(step_time=0.5)
     plain, fast = (Simulation(path, options).run(path=which).to_dict() for which in ("plain", "fast"))

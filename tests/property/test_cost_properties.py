@@ -10,18 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvplan.core.communication import Link
-from kvplan.core.cost import (
-    Attention,
-    Experts,
-    GpuRates,
-    LatencyModel,
-    Matrices,
-    Reductions,
-    Settings,
-    StageShape,
-)
+from kvplan.core.cost import LatencyModel, Settings
 from kvplan.core.engine import StepWork
 from kvplan.core.step_constants import CONSTANT_NAMES, ConstantName, StepConstants
+from kvplan.core.step_shape import Attention, Experts, GpuRates, Matrices, Reductions, StageShape
 from kvplan.options import Resolver, SizeOptions
 from kvplan.serving import Served, find_gpu, load_model, serve
 from kvplan.step_time import gpu_rates, latency_model, stage_shapes

@@ -724,6 +724,13 @@ def test_an_unknown_gpu_is_met_with_near_ones() -> None:
         ("vendor: 3, architecture: Y, source: Z", 'vendor is "3", not text in quotes'),
         ("vendor: X, architecture: Y, source: Z, aliases: [3]", "not a list of texts"),
         ("vendor: X, architecture: Y, source: Z, watts: 3", 'unknown field "watts"'),
+        ("vendor: X, architecture: Y, source: Z, kernels: 3", "kernels is no mapping with a source"),
+        ("vendor: X, architecture: Y, source: Z, kernels: {kernel_s: 1.0e-6}", "kernels is no mapping"),
+        (
+            "vendor: X, architecture: Y, source: Z, kernels: {source: S, speed: 1.0}",
+            'unknown field of kernels "speed"',
+        ),
+        ("vendor: X, architecture: Y, source: Z, kernels: {source: S, kernel_s: 0}", 'kernel_s is "0"'),
     ],
 )
 def test_a_wrong_gpu_entry_is_refused(tmp_path: Path, fields: str, what: str) -> None:

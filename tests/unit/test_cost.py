@@ -8,21 +8,11 @@ import pytest
 from toy_costs import UNIT_RATES, toy_cost
 
 from kvplan.core.communication import Link, all_reduce
-from kvplan.core.cost import (
-    Attention,
-    Experts,
-    GpuRates,
-    LatencyModel,
-    Matrices,
-    Reductions,
-    Settings,
-    StageShape,
-    constant,
-    constant_decode,
-)
+from kvplan.core.cost import LatencyModel, Settings, constant, constant_decode
 from kvplan.core.engine import StepWork
 from kvplan.core.gpu import Gpu
 from kvplan.core.step_constants import StepConstants
+from kvplan.core.step_shape import Attention, Experts, GpuRates, Matrices, Reductions, StageShape
 
 #: 1000 to read the weights, 10 for a token of context (read or written), 7 for a step.
 TOY = toy_cost(1000, 10, 7)

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 
 from kvplan.core.communication import Link
-from kvplan.core.cost import GpuRates, LatencyModel, Settings, StageShape, constant, constant_decode
+from kvplan.core.cost import LatencyModel, Settings, constant, constant_decode
 from kvplan.core.engine import DecodeRun, Turn
 from kvplan.core.engines.paged import Group, Paged, PagedConfig
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request, Segment
 from kvplan.core.simulate import StepRecord, run
 from kvplan.core.step_constants import StepConstants
+from kvplan.core.step_shape import GpuRates, StageShape
 from kvplan.errors import InputError
 
 ROOMY = PagedConfig(

@@ -6,6 +6,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
+from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.errors import InputError
-from kvplan.trace import Trace, open_trace, read_trace, to_json_line, workload_names
+from kvplan.trace import Trace, _ticks, open_trace, read_trace, to_json_line, workload_names
 
 Write = Callable[[str | bytes], str]
 
@@ -140,6 +141,14 @@ def test_a_kvplan_line_has_a_number_for_its_id_unless_it_names_one(write: Write)
 def test_times_are_exact_in_the_digits_that_are_written(write: Write) -> None:
     trace = read_trace(write("\n".join(row(arrival_s=t) for t in (0.1, 0.3, 123456.789012))))
     assert [r.arrival for r in trace.requests] == [10**11, 3 * 10**11, 123_456_789_012_000_000]
+
+
+@given(
+    st.floats(0, 10**9)
+    | st.builds(lambda digits, places: digits / 10**places, st.integers(0, 10**17), st.integers(8, 17))
+)
+def test_a_time_is_what_its_digits_say(time_s: float) -> None:
+    assert _ticks(time_s, "arrival_s", PICOSECONDS) == int(Decimal(repr(time_s)) * PICOSECONDS)
 
 
 def test_ties_keep_the_order_of_the_file(write: Write) -> None:

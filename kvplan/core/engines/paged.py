@@ -396,7 +396,7 @@ class Paged:
     def _stop(self, turn: Turn[Group], group: Group) -> None:
         """Take its place from a group; one of the cohort gets its tokens and blocks back."""
         if group.decoding:
-            turn.stopped_decoding.append(group)
+            turn.interrupted.append(group)
         self._unseat(group)
 
     def _unseat(self, group: Group) -> None:

@@ -6,7 +6,7 @@ Rules: vllm/v1/core/single_type_kv_cache_manager.py and kv_cache_coordinator.py 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from kvplan.core.content import BlockHash
@@ -119,11 +119,14 @@ class FullGroup:
         self.geometry = geometry
         # Hashes are kept apart by group.
         self._label = number.to_bytes(2, "big") if geometry.num_groups > 1 else b""
+        #: Blocks in use, those that several sequences use once.
+        self.in_use = 0
+        self.payload = config.block_slots if spec.payload is None else spec.payload
+        self._hashes_a_block = self.block_size // geometry.hash_size
 
     def key(self, sequence: PlainSequence, index: int) -> BlockHash:
         """What the prefix that ends with the block at an index is found by in this group."""
-        end = (index + 1) * self.block_size // self.geometry.hash_size
-        return self._label + sequence.hashes[end - 1]
+        return self._label + sequence.hashes[(index + 1) * self._hashes_a_block - 1]
 
     # What is out of reach
 
@@ -143,7 +146,7 @@ class FullGroup:
             first -= 1
         if first == out:
             return False
-        self.pool.release(table.blocks[first:out])
+        self.in_use -= self.pool.release(table.blocks[first:out])
         table.blocks[first:out] = [NULL_BLOCK] * (out - first)
         return True
 
@@ -169,6 +172,8 @@ class FullGroup:
 
     def idle(self, hit: Sequence[int], start: int) -> int:
         """Hit blocks that lie in the free queue: adopting them takes them out of it."""
+        if not hit:
+            return 0
         references = self.pool.references
         return sum(1 for block in hit[self.skip(start) :] if block != NULL_BLOCK and references[block] == 0)
 
@@ -183,7 +188,7 @@ class FullGroup:
         out = min(self.skip(start), len(hit))
         table.blocks = [NULL_BLOCK] * out + list(hit[out:])
         table.cached = len(hit)
-        self.pool.hold([block for block in hit[out:] if block != NULL_BLOCK])
+        self.in_use += self.pool.hold([block for block in hit[out:] if block != NULL_BLOCK])
 
     def take(self, table: Table, span: Span, evicted: list[int]) -> list[int]:
         """Add the blocks that a span lacks to the table; returns them."""
@@ -191,12 +196,26 @@ class FullGroup:
         if lacking <= 0:
             return []
         taken = self.pool.take(lacking, evicted)
+        self.in_use += lacking
         table.blocks += taken
         return taken
 
     def release(self, table: Table) -> None:
         """Free a whole table, last block first."""
-        self.pool.release([block for block in table.blocks if block != NULL_BLOCK])
+        self.in_use -= self.pool.release([block for block in table.blocks if block != NULL_BLOCK])
+
+    # What of it holds tokens
+
+    def unfilled(self, sequence: PlainSequence, table: Table) -> tuple[int, int]:
+        """Slots of a table behind the last token with KV, and those of them that its tokens will fill."""
+        slots = self.payload // self.block_size
+        end = len(table.blocks) * self.block_size
+        reserved = max(0, min(end, sequence.final_tokens) - sequence.computed)
+        return (end - sequence.computed) * slots, reserved * slots
+
+    def behind(self, sequences: Iterable[PlainSequence], number: int) -> int:
+        """Slots in the tables of all who run whose tokens none of their users attends to any more."""
+        return 0
 
     # What is cached
 
@@ -229,16 +248,53 @@ class FullGroup:
             rows.append(row)
         return self._aligned(rows)
 
+    def find_run(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
+        """As `find` for this group alone, without a call for each block: heads of queues are looked up every step."""
+        rows: list[Row | None] = []
+        index, each = self.pool.index, self._hashes_a_block
+        for block_hash in sequence.hashes[each - 1 : limit // self.block_size * each : each]:
+            blocks = index.get(self._label + block_hash if self._label else block_hash)
+            if blocks is None:
+                break
+            rows.append(blocks)
+        return self._aligned(rows)
+
     def _aligned(self, rows: list[Row | None]) -> list[Row | None]:
         while len(rows) * self.block_size % self.geometry.alignment:
             rows.pop()
         return rows
 
 
-class SlidingGroup(FullGroup):
-    """Sliding-window attention: a token attends to the ``window`` tokens up to itself."""
+class LocalGroup(FullGroup):
+    """What windows and chunks have in common: tokens get out of reach."""
 
     drops = True
+
+    def behind(self, sequences: Iterable[PlainSequence], number: int) -> int:
+        """Slots of blocks that are partly out of reach, or wholly and not yet freed.
+
+        Tokens in flight still attend to theirs. Of a shared block counts what is out of reach for each of its users.
+        """
+        size, references = self.block_size, self.pool.references
+        total = 0
+        shared: dict[int, list[int]] = {}
+        for sequence in sequences:
+            blocks = sequence.tables[number].blocks
+            reach = self.out_of_reach(sequence.computed - sequence.in_flight)
+            index = min(-(-reach // size), len(blocks)) - 1
+            while index >= 0 and blocks[index] != NULL_BLOCK:
+                out = min(reach - index * size, size)
+                if references[blocks[index]] == 1:
+                    total += out
+                else:
+                    shared.setdefault(blocks[index], []).append(out)
+                index -= 1
+        total += sum(min(outs) for block, outs in shared.items() if len(outs) == references[block])
+        return total * (self.payload // size)
+
+
+class SlidingGroup(LocalGroup):
+    """Sliding-window attention: a token attends to the ``window`` tokens up to itself."""
 
     @property
     def _run(self) -> int:
@@ -285,10 +341,8 @@ class SlidingGroup(FullGroup):
         return self._aligned(rows[:run])
 
 
-class ChunkedGroup(FullGroup):
+class ChunkedGroup(LocalGroup):
     """Chunked-local attention: a token attends to the tokens of its own chunk of ``chunk`` tokens."""
-
-    drops = True
 
     def out_of_reach(self, computed: int) -> int:
         """Tokens before the chunk of the next token."""
@@ -322,17 +376,20 @@ class Kind:
 
     def find(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
         """What of the first ``limit`` tokens is hit."""
+        first = self._groups[0]
+        if self.is_full and len(self._groups) == 1:
+            return first.find_run(sequence, limit)
 
-        def cached(block: int) -> Row | None:
+        def cached(index: int) -> Row | None:
             row = []
             for group in self._groups:
-                found = group.pool.find(group.key(sequence, block))
-                if found is None:
+                block = group.pool.find(group.key(sequence, index))
+                if block is None:
                     return None
-                row.append(found)
+                row.append(block)
             return row
 
-        return self._groups[0].find(cached, limit)
+        return first.find(cached, limit)
 
 
 class PrefixHit(NamedTuple):
@@ -362,6 +419,9 @@ def find_prefix(kinds: Sequence[Kind], num_groups: int, sequence: PlainSequence)
     enough.
     """
     goal = sequence.num_tokens - 1
+    if num_groups == 1:
+        rows = kinds[0].find(sequence, goal)
+        return PrefixHit(len(rows) * kinds[0].block_size, [[row[0] if row else NULL_BLOCK for row in rows]])
     found: dict[Kind, list[Row | None]] = {}
     longest = 0
     while True:
@@ -373,11 +433,11 @@ def find_prefix(kinds: Sequence[Kind], num_groups: int, sequence: PlainSequence)
             current = min(current, len(found[kind]) * kind.block_size)
         is_settled = current == goal
         goal = current
-        if is_settled or num_groups == 1 or (len(kinds) == 2 and kinds[0].is_full):
+        if is_settled or (len(kinds) == 2 and kinds[0].is_full):
             break
     blocks: list[list[int]] = [[]] * num_groups
-    for kind, rows in found.items():
-        kept = rows[: -(-goal // kind.block_size)]
+    for kind, whole in found.items():
+        kept = whole[: -(-goal // kind.block_size)]
         for place, number in enumerate(kind.numbers):
             blocks[number] = [NULL_BLOCK if row is None else row[place] for row in kept]
-    return PrefixHit(goal, blocks, longest if longest > goal and num_groups > 1 else 0)
+    return PrefixHit(goal, blocks, longest if longest > goal else 0)

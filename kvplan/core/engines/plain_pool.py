@@ -63,8 +63,9 @@ class BlockPool:
             taken.append(block)
         return taken
 
-    def hold(self, blocks: Sequence[int]) -> None:
-        """Add a user to cached blocks; idle ones leave the free queue, wherever they lie in it."""
+    def hold(self, blocks: Sequence[int]) -> int:
+        """Add a user to cached blocks; idle ones leave the free queue, wherever they lie in it. Returns how many do."""
+        idle = self.idle
         for block in blocks:
             users = self.references[block]
             if users == 0:
@@ -73,14 +74,16 @@ class BlockPool:
             elif users == 1:
                 self.shared += 1
             self.references[block] = users + 1
+        return idle - self.idle
 
-    def release(self, table: Sequence[int]) -> None:
-        """Take a user from each block of a table, last block first.
+    def release(self, table: Sequence[int]) -> int:
+        """Take a user from each block of a table, last block first; returns how many have none left.
 
         Blocks without users go to the head of the queue if they hold nothing reusable, else to its
         tail, each group in the order met.
         """
         blank = []
+        free = self.num_free
         for block in reversed(table):
             users = self.references[block] - 1
             assert users >= 0, "a block was freed twice"
@@ -95,6 +98,7 @@ class BlockPool:
                 self.shared -= 1
         for block in reversed(blank):
             self._link(block, before=self._next[self._end])
+        return self.num_free - free
 
     def enter(self, block: int, block_hash: BlockHash) -> None:
         """Make a full block findable. Another block with the same hash stays findable too."""

@@ -14,7 +14,19 @@ from kvplan.core.engines.plain_groups import FullGroup, Geometry, PlainSequence,
 from kvplan.core.engines.plain_pool import NULL_BLOCK, BlockPool
 
 
-class RunningStateGroup(FullGroup):
+class AnyStateGroup(FullGroup):
+    """What all states have in common: a block is filled by one of them."""
+
+    def unfilled(self, sequence: PlainSequence, table: Table) -> tuple[int, int]:
+        """Slots of blocks whose state is not there yet, and those of them that will be there without drafts."""
+        filled = -(-sequence.computed // self.block_size)
+        ahead = sum(block != NULL_BLOCK for block in table.blocks[filled:])
+        end = -(-sequence.final_tokens // self.block_size)
+        reserved = sum(block != NULL_BLOCK for block in table.blocks[filled:end])
+        return ahead * self.payload, reserved * self.payload
+
+
+class RunningStateGroup(AnyStateGroup):
     """Mode ``none``: one block a sequence, and one more for each draft, from admission to the end."""
 
     def __init__(
@@ -34,11 +46,12 @@ class RunningStateGroup(FullGroup):
     def take(self, table: Table, span: Span, evicted: list[int]) -> list[int]:
         """Take what `need` says."""
         taken = self.pool.take(self._blocks - len(table.blocks), evicted)
+        self.in_use += len(taken)
         table.blocks += taken
         return taken
 
 
-class StateGroup(FullGroup):
+class StateGroup(AnyStateGroup):
     """Mode ``align``: states at block ends are kept, so that a prefix that ends there can be hit.
 
     The block at index i of a table holds the state after ``(i + 1) * block_size`` tokens, if it was left there; most
@@ -77,7 +90,7 @@ class StateGroup(FullGroup):
             return False
         end = min((computed - 1) // self.block_size, len(table.blocks))
         old = [block for block in table.blocks[table.retired : end] if block != NULL_BLOCK]
-        self.pool.release(old)
+        self.in_use -= self.pool.release(old)
         table.blocks[table.retired : end] = [NULL_BLOCK] * max(0, end - table.retired)
         table.retired = max(table.retired, end)
         return bool(old)
@@ -144,6 +157,7 @@ class StateGroup(FullGroup):
                 blocks.append(blocks[index])
                 blocks[index] = NULL_BLOCK
         taken = self.pool.take(max(0, want - len(blocks)), evicted)
+        self.in_use += len(taken)
         blocks += taken
         return taken
 

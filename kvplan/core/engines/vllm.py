@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run
@@ -20,6 +20,40 @@ from kvplan.core.extents import ExtentPool, Hit, Holding
 from kvplan.core.request import Request
 
 _EVERYBODY = 1 << 62
+#: What the engine calls while it waits for the output of a batch; requests may be aborted in it.
+Wait = Callable[[Turn[Member]], None]
+
+
+class _Batch:
+    """What was planned in one step, as far as its output matters: whom it gives a token that changes what they are.
+
+    ``sampled`` compute the last chunk of what they have; of them ``started`` decode from the next step on. ``stopped``
+    decode their last token; ``done`` are all who finish with it, in order of admission.
+    """
+
+    __slots__ = ("decoders", "done", "sampled", "started", "stopped", "tokens")
+
+    def __init__(
+        self,
+        tokens: int,
+        decoders: int,
+        sampled: list[Member],
+        started: list[Member],
+        stopped: list[Member],
+        done: list[Member],
+    ) -> None:
+        self.tokens = tokens
+        self.decoders = decoders
+        self.sampled = sampled
+        self.started = started
+        self.stopped = stopped
+        self.done = done
+
+    def forget(self, member: Member) -> None:
+        """Have no output for a sequence."""
+        for role in (self.sampled, self.started, self.stopped, self.done):
+            if member in role:
+                role.remove(member)
 
 
 class Vllm:
@@ -34,6 +68,7 @@ class Vllm:
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
         self._holdings: dict[Member, Holding] = {}
+        self._by_id: dict[str, Member] = {}
         #: Free blocks that an admission must leave while others run.
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._num_added = 0
@@ -46,11 +81,26 @@ class Vllm:
         # decoders by their output stream, and how far into this step the looker stands.
         self._growing: dict[str, Member] = {}
         self._seen_serial = 0
+        #: Batches that were planned and whose output was not processed, and how many there may be.
+        self._in_flight: deque[_Batch] = deque()
+        self._queue_size = config.queue_size
+        #: How many tokens of a decoder are not known yet when its next one is planned.
+        self._lag = int(config.async_scheduling)
+        #: Who was preempted in this call with a token in flight.
+        self._stale: set[Member] = set()
+        self._idle_calls = 0
+        self._has_aborted = False
+        #: Whether somebody finished or was aborted since a batch was planned: one more is planned, perhaps empty.
+        self._owes_plan = False
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is live."""
-        return not self.running and not self.waiting
+        """Whether no request is live and no batch in flight."""
+        return not (self.running or self.waiting or self._in_flight or self._owes_plan)
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self.running or self.waiting or self._owes_plan)
 
     @property
     def is_livelocked(self) -> bool:
@@ -64,8 +114,29 @@ class Vllm:
 
     def live(self) -> Iterator[tuple[str, int, int]]:
         """As `VllmPlain.live`."""
-        for member in (*self.running, *self.waiting):
-            yield member.id, self._num_tokens(member), max(member.high_water, self._computed(member))
+        return (self._row(member) for member in (*self.running, *self.waiting))
+
+    def _row(self, member: Member) -> tuple[str, int, int]:
+        tokens = self._num_tokens(member) - self._tokens_in_flight(member)
+        return member.id, tokens, max(member.high_water, self._computed(member))
+
+    def _tokens_in_flight(self, member: Member) -> int:
+        """How many tokens of a sequence were planned whose output was not processed."""
+        if member not in self.running:
+            return int(member in self._stale)
+        if member in self.prefilling:
+            return 0
+        tokens = 0
+        for batch in self._in_flight:
+            tokens = 1 if member in batch.sampled else tokens + 1
+            if member in batch.done:
+                break
+        return tokens
+
+    @property
+    def free_blocks(self) -> int:
+        """Free blocks of the pool, now."""
+        return self.pool.free
 
     # Arrival
 
@@ -79,31 +150,66 @@ class Vllm:
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
         self._holdings[member] = Holding(request, self.config.block_size)
+        self._by_id[member.id] = member
         if self.config.policy == "fcfs":
             self.waiting.append(member)
         else:
             insort(self.waiting, member, key=_queue_key)
         self._head_is_blocked = False
 
+    def abort(self, request_id: str) -> tuple[str, int, int]:
+        """Let go of a live request whose client went away, with all it holds; returns its row of `live`."""
+        member = self._by_id.pop(request_id)
+        row = self._row(member)
+        holding = self._holdings.pop(member)
+        for batch in self._in_flight:  # its output there is ignored
+            batch.forget(member)
+        if member not in self.running:
+            self.waiting.remove(member)
+        else:
+            del self.running[member]
+            self.prefilling.pop(member, None)
+            if member.decoding:
+                self._leave(member, holding)
+            self.pool.release(holding)
+        self._outgrown.discard(member)
+        self._owes_plan = self._queue_size > 1
+        self._head_is_blocked = False
+        self._has_aborted = True
+        return row
+
     # A turn
 
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if nothing but decodes can be in it, else None."""
-        return (self.cohort.size, self.cohort.context) if self._only_decodes else None
+        return (self.cohort.size, self.cohort.context) if self._only_decodes() else None
 
-    @property
     def _only_decodes(self) -> bool:
         return not self.prefilling and (not self.waiting or self._head_is_blocked) and self.cohort.size > 0
 
-    def turn(self, max_steps: int = 1) -> Turn[Member] | DecodeRun[Member]:
+    def turn(self, max_steps: int = 1, wait: Wait | None = None) -> Turn[Member] | DecodeRun[Member]:
         """Take one step or, while only decodes run and nobody can be admitted, up to ``max_steps``."""
-        if self._only_decodes:
+        if wait is None and self._only_decodes():
             # Until somebody finishes or blocks run short.
-            steps = min(max_steps, self.cohort.first_finish - self.cohort.step + 1)
-            steps = self.cohort.steps_within(self.pool.free, steps)
+            cohort = self.cohort
+            steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
+            if self._in_flight:
+                steps = self._steps_alike(steps)
             if steps:
                 return self._decode(steps)
-        return self._step()
+        turn: Turn[Member] = Turn()
+        if self._queue_size == 1:
+            self._step(turn, wait)
+        else:
+            self._call(turn, wait)
+        return turn
+
+    def _steps_alike(self, steps: int) -> int:
+        """How many of so many steps process nothing but decodes; who finishes does so in the last."""
+        before = self._in_flight[0]
+        if before.sampled:
+            return 0
+        return min(steps, 1) if before.done else steps
 
     def _decode(self, steps: int) -> DecodeRun[Member]:
         """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
@@ -118,34 +224,80 @@ class Vllm:
             waste += sum(slots for offset, slots in waste_begun if not offset)
         free = pool.free - first_takes
         cached = min(pool.idle, free)  # blocks without content are taken first
+        evicted = pool.take(taken) if taken else 0
+        slots = empty
+        finished = self._stop_decoding()
+        self._has_aborted = False
+        if self._queue_size > 1:
+            slots += self._ending_slots()
+            self._idle_calls = 0
+            self._owes_plan = False
+            self._in_flight.append(_Batch(size, size, [], [], finished, finished))
+            finished = self._in_flight.popleft().done
         run: DecodeRun[Member] = (
             DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
                 steps,
                 size,
                 context,
                 takes,
-                pool.take(taken) if taken else 0,
+                evicted,
                 free,
                 cached,
                 len(self.running),
                 len(self.waiting),
                 pool.shared,
-                empty,
+                slots,
                 empty - waste,
                 waste_begun,
-                cohort.finished(),
+                finished,
                 0,
             )
         )
-        for member in run.finished:
+        for member in finished:
             self._finish(member)
         run.free_blocks_end = pool.free
         return run
 
-    def _step(self) -> Turn[Member]:
-        """One step by the rules: running sequences first, then waiting ones."""
+    def _step(self, turn: Turn[Member], wait: Wait | None) -> None:
+        """Without a queue: plan a batch and process its output."""
+        batch = self._plan(turn)
+        if wait is not None:
+            self._in_flight.append(batch)
+            wait(turn)
+            self._in_flight.clear()
+        self._settle(turn, batch)
+        turn.keeps_going = self._has_aborted
+        self._has_aborted = False
+
+    def _call(self, turn: Turn[Member], wait: Wait | None) -> None:
+        """With a queue: plan a batch if there is work, then process the oldest unless there is room for another."""
+        in_flight = self._in_flight
+        if self._has_work:
+            batch = self._plan(turn)
+            in_flight.append(batch)
+            has_room = len(in_flight) < self._queue_size
+            turn.processed = not (has_room and (batch.tokens or self.running or self.waiting))
+        else:
+            turn.planned = False
+            self._count(turn)
+        has_output = False
+        if turn.processed:
+            if wait is not None:
+                wait(turn)
+            has_output = self._settle(turn, in_flight.popleft())
+        turn.free_blocks_end = self.pool.free
+        if has_output or self._has_aborted or not turn.is_dead:
+            self._idle_calls = 0
+        else:
+            self._idle_calls += 1
+        self._has_aborted = False
+        # The next may do something unless many have done nothing, and if nobody is left there is none.
+        turn.keeps_going = self._idle_calls < 2 * (self._queue_size + 1) or not (self.running or self.waiting)
+
+    def _plan(self, turn: Turn[Member]) -> _Batch:
+        """One step's batch by the rules: running sequences first, then waiting ones."""
         config, cohort, pool = self.config, self.cohort, self.pool
-        turn: Turn[Member] = Turn()
+        self._owes_plan = False
         cap = self._prefill_cap()
         scheduled = self._chunks(cap)
         need = cohort.crossings
@@ -165,8 +317,7 @@ class Vllm:
             if scheduled:  # with decodes alone, nothing but a release can let the head in later
                 self._head_is_blocked = False
         self._compute(turn, scheduled)
-        self._settle(turn, scheduled)
-        return turn
+        return self._batch(turn, scheduled)
 
     def _chunks(self, cap: int) -> dict[Member, int]:
         """Prompt chunks of this step. Each running sequence gets at least a token, and only the last may be cut.
@@ -174,8 +325,8 @@ class Vllm:
         For it got one when it was admitted last, and since then nobody before it has come to want more: a chunk grows
         only with an adaptive cap, which is a share of the budget for each.
         """
-        left = self.config.max_num_batched_tokens - self.cohort.size
         chunks: dict[Member, int] = {}
+        left = self.config.max_num_batched_tokens - self.cohort.size
         for member in self.prefilling:
             tokens = member.num_tokens - member.computed
             if 0 < cap < tokens:
@@ -197,6 +348,9 @@ class Vllm:
             self._seen_serial = member.serial
             tokens = 1
             if not member.decoding:
+                if member not in self.prefilling:  # it is done, but for the output in flight
+                    index += 1
+                    continue
                 tokens = member.num_tokens - member.computed
                 if 0 < cap < tokens:
                     tokens = cap
@@ -204,12 +358,13 @@ class Vllm:
             need = self._blocks_needed(member, tokens)
             fits = True
             while fits and need > self.pool.free:
-                victim = order.pop() if self.config.policy == "fcfs" else max(order, key=_queue_key)
+                place = len(order) - 1
                 if self.config.policy != "fcfs":
-                    order.remove(victim)
+                    place = order.index(max(order, key=_queue_key))
+                victim = order.pop(place)
+                index -= place < index
                 if victim in scheduled or victim in decoders:  # its part of this step is undone
                     budget += scheduled.pop(victim, 1)
-                    index -= 1
                 turn.preemptions.append(self._cause(victim, member, need))
                 self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
                 decoders.discard(victim)
@@ -259,15 +414,14 @@ class Vllm:
             self._outgrown.add(victim)
             self._restarts += 1
         holding = self._holdings[victim]
+        if self._lag and victim not in self.prefilling:
+            self._stale.add(victim)
         if victim.decoding:
-            self.cohort.leave(victim)
-            tokens = victim.computed + took_turn
-            self._hold_decoded(victim, holding, tokens)
+            self._leave(victim, holding, took_turn=took_turn)
             assert holding.blocks == self._blocks_for(victim.computed) + took_block
-            self._growing.pop(_output_stream(victim), None)
-            turn.stopped_decoding.append(victim)
+            (turn.stopped_decoding if self._lag else turn.interrupted).append(victim)
         else:
-            del self.prefilling[victim]
+            self.prefilling.pop(victim, None)  # else it is done, and finishes while it waits
         self.pool.release(holding)
         victim.high_water = max(victim.high_water, victim.computed)
         victim.computed = 0
@@ -351,19 +505,13 @@ class Vllm:
             full = min(end, member.num_tokens) // self.config.block_size
             self.pool.publish(holding, full, self._publish_grower)
 
-    def _hold_decoded(self, member: Member, holding: Holding, tokens: int) -> None:
-        """Bring up to date what a decoder of so many computed tokens holds."""
-        holding.blocks = self._blocks_for(tokens)
-        if self.config.enable_prefix_caching:
-            self.pool.publish(holding, tokens // self.config.block_size)
-
     def _publish_grower(self, run: Run) -> None:
         """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""
         grower = self._growing.get(run.stream)
         if grower is None:
             return
         # Whoever stands before the looker took its turn in this step.
-        tokens = grower.base + self.cohort.step + (grower.serial < self._seen_serial)
+        tokens = grower.base + self.cohort.step - self._lag + (grower.serial < self._seen_serial)
         self.pool.publish(self._holdings[grower], tokens // self.config.block_size)
         self._head_is_blocked = False
 
@@ -371,7 +519,7 @@ class Vllm:
 
     def _compute(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
         """Advance what was scheduled and sum up the step."""
-        block_size, cohort, work = self.config.block_size, self.cohort, turn.work
+        cohort, work = self.cohort, turn.work
         turn.decoders = work.decodes = work.sampled = turn.scheduled_tokens = cohort.size
         work.decode_context = cohort.context
         for member, tokens in scheduled.items():
@@ -388,7 +536,12 @@ class Vllm:
                 turn.recomputed_tokens += min(after, member.high_water) - before
         turn.scheduled = list(scheduled.items())
         cohort.advance(1, cohort.crossings)
-        turn.empty_slots = cohort.empty
+        self._count(turn)
+
+    def _count(self, turn: Turn[Member]) -> None:
+        """Note how the pool and the queues stand after scheduling."""
+        block_size, cohort = self.config.block_size, self.cohort
+        turn.empty_slots = cohort.empty + self._ending_slots() if self._in_flight else cohort.empty
         turn.reserved_slots = cohort.empty - cohort.waste
         for member in self.prefilling:
             empty, lacking = -member.computed % block_size, member.final_tokens - member.computed
@@ -398,42 +551,84 @@ class Vllm:
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 
-    def _settle(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
-        """Sampled tokens; who goes on decodes, who stops is freed, in order of admission."""
-        done = self.cohort.finished() if turn.decoders else []
+    def _ending_slots(self) -> int:
+        """Slots that stay empty in what those hold who are done, but for the output in flight."""
+        slots = 0
+        for batch in self._in_flight:
+            for member in batch.done:
+                if member in self.running:
+                    slots += -member.computed % self.config.block_size
+        return slots
+
+    def _batch(self, turn: Turn[Member], scheduled: dict[Member, int]) -> _Batch:
+        """The batch that was planned; who goes on decodes from the next step on, who has all its tokens stops."""
+        stopped = self._stop_decoding() if turn.decoders else []
+        sampled: list[Member] = []
+        started: list[Member] = []
+        done = stopped[:]
         for member in scheduled:
             if member.computed < member.num_tokens:
                 continue
             member.num_tokens += 1
-            turn.sampled.append(member)
+            sampled.append(member)
             del self.prefilling[member]
             if member.num_tokens >= member.max_tokens:
                 done.append(member)
             else:
                 self.cohort.join(member)
-                turn.started_decoding.append(member)
+                started.append(member)
                 if self.config.enable_prefix_caching:
                     self._growing[_output_stream(member)] = member
-        if turn.decoders or turn.sampled:
-            self._restarts = 0
         done.sort(key=_serial)
-        for member in done:
-            if member.decoding:
-                turn.stopped_decoding.append(member)
+        return _Batch(turn.scheduled_tokens, turn.decoders, sampled, started, stopped, done)
+
+    def _stop_decoding(self) -> list[Member]:
+        """Take those out of the cohort whose last token was planned."""
+        stopped = self.cohort.finished()
+        for member in stopped:
+            self._leave(member, self._holdings[member])
+            self._head_is_blocked = False  # for there is more of the budget left
+        return stopped
+
+    def _leave(self, member: Member, holding: Holding, *, took_turn: bool = False) -> None:
+        """Take a decoder out of the cohort and bring up to date what it holds; ``took_turn``: of this step too."""
+        self.cohort.leave(member)
+        self._growing.pop(_output_stream(member), None)
+        tokens = member.computed + took_turn
+        holding.blocks = self._blocks_for(tokens)
+        if self.config.enable_prefix_caching:
+            self.pool.publish(holding, (tokens - self._lag) // self.config.block_size)
+
+    def _settle(self, turn: Turn[Member], batch: _Batch) -> bool:
+        """Process the output of a batch: who is done is freed, in order of admission. Returns whether it has any."""
+        turn.sampled = batch.sampled
+        turn.started_decoding = batch.started
+        turn.stopped_decoding += batch.stopped
+        has_output = bool(batch.decoders or batch.sampled)
+        if has_output:
+            self._restarts = 0
+        for member in batch.done:
             self._finish(member)
-        turn.finished = done
+        turn.finished = batch.done
+        if self._stale:
+            self._outgrown -= self._stale  # they got a token after all
+            self._stale.clear()
         turn.free_blocks_end = self.pool.free
+        return has_output
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
+        del self._by_id[member.id]
         holding = self._holdings.pop(member)
-        if member.decoding:
-            self.cohort.leave(member)
-            self._growing.pop(_output_stream(member), None)
-        self._hold_decoded(member, holding, member.computed)
-        del self.running[member]
-        self.pool.release(holding)
+        self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
+        if member not in self.running:  # it lost its blocks while its last token was in flight
+            self.waiting.remove(member)
+            return
+        del self.running[member]
+        if self._lag and self.config.enable_prefix_caching:
+            self.pool.publish(holding, member.computed // self.config.block_size)
+        self.pool.release(holding)
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""

@@ -12,7 +12,6 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator
 from math import gcd, lcm
-from typing import NamedTuple
 
 from kvplan.core.content import block_hashes
 from kvplan.core.engine import (
@@ -40,37 +39,8 @@ from kvplan.core.engines.plain_pool import BlockPool
 from kvplan.core.engines.plain_states import RunningStateGroup, StateGroup, chunk_end
 from kvplan.core.request import Request
 
-
-class Share(NamedTuple):
-    """A sequence's part of a batch: ``tokens``, of which the last ``drafts`` are drafts; whether it samples."""
-
-    sequence: PlainSequence
-    tokens: int
-    drafts: int
-    samples: bool
-
-
-class Room:
-    """What a step has left to hand out: tokens, and slots of the input, of which each request takes ``extra`` more."""
-
-    def __init__(self, tokens: int, extra: int) -> None:
-        self._tokens = self._input = tokens
-        self._extra = extra
-
-    @property
-    def left(self) -> int:
-        """Tokens that one more request can be given, 0 if none."""
-        return max(0, min(self._tokens, self._input - self._extra))
-
-    def take(self, tokens: int) -> None:
-        """Give so many to a request."""
-        self._tokens -= tokens
-        self._input -= tokens + self._extra
-
-    def give_back(self, tokens: int) -> None:
-        """Undo `take`."""
-        self._tokens += tokens
-        self._input += tokens + self._extra
+#: A sequence's part of a batch: its tokens, how many of them are drafts, and whether it samples.
+Share = tuple[PlainSequence, int, int, bool]
 
 
 class VllmPlain:
@@ -84,9 +54,19 @@ class VllmPlain:
         self.groups = make_groups(config, self.pool)
         self._kinds = kinds_of(self.groups)
         self._states = [group for group in self.groups if isinstance(group, StateGroup)]
+        self._caches = config.enable_prefix_caching
+        self._drafts = config.speculative is not None
         self._drops = any(group.drops for group in self.groups)
-        self._geometry = self.groups[0].geometry
+        self._alignment = self.groups[0].geometry.alignment
+        self._hash_size = self.groups[0].geometry.hash_size
         self._lookahead = config.speculative.lookahead if config.speculative else 0
+        #: Whether a sequence's blocks change only when it fills one: an allocation inside a block changes nothing.
+        self._fills_blocks = (
+            [type(group) for group in self.groups] == [FullGroup]
+            and config.queue_size == 1
+            and config.speculative is None
+        )
+        self._extra_input = config.speculative.extra_input if config.speculative else 0
         self._hashed_after = config.speculative.hashed_after if config.speculative else 0
         #: Planned batches whose output was not processed, oldest first.
         self._batches: deque[list[Share]] = deque()
@@ -162,8 +142,8 @@ class VllmPlain:
         sequence = PlainSequence(request, key, self.config.max_model_len, len(self.groups))
         self._num_added += 1
         if self.config.enable_prefix_caching:
-            content, size = request.full_content(), self._geometry.hash_size
-            sequence.later_hashes = block_hashes(content, size, self._hashed_after)
+            content = request.full_content()
+            sequence.later_hashes = block_hashes(content, self._hash_size, self._hashed_after)
             self._hash_full_blocks(sequence)
         if self.config.policy == "fcfs":
             self.waiting.append(sequence)
@@ -191,7 +171,7 @@ class VllmPlain:
 
     def _hash_full_blocks(self, sequence: PlainSequence) -> None:
         """Hash what of its tokens has become a full block."""
-        full = (sequence.num_tokens - self._hashed_after) // self._geometry.hash_size
+        full = (sequence.num_tokens - self._hashed_after) // self._hash_size
         while len(sequence.hashes) < full:
             sequence.hashes.append(next(sequence.later_hashes))
 
@@ -240,15 +220,14 @@ class VllmPlain:
         self._has_notice = False
         for group in self._states:
             group.begin_schedule()
-        drafting = self.config.speculative
-        room = Room(self.config.max_num_batched_tokens, drafting.extra_input if drafting else 0)
+        budget = self.config.max_num_batched_tokens - self._extra_input
         cap = self._prefill_cap()
         scheduled: dict[PlainSequence, int] = {}
-        self._schedule_running(turn, scheduled, room, cap)
+        budget = self._schedule_running(turn, scheduled, budget, cap)
         if not turn.preempted:
-            self._schedule_waiting(turn, scheduled, room, cap)
+            self._schedule_waiting(turn, scheduled, budget, cap)
         turn.scheduled = list(scheduled.items())
-        self._batches.append([self._advance(turn, sequence, tokens) for sequence, tokens in turn.scheduled])
+        self._batches.append(self._advance(turn))
         self._num_schedules += 1
         self._count(turn)
 
@@ -264,13 +243,16 @@ class VllmPlain:
     # The running loop
 
     def _schedule_running(
-        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], room: Room, cap: int
-    ) -> None:
-        """Walk the running list in order of admission."""
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
+    ) -> int:
+        """Walk the running list in order of admission; returns the budget that is left.
+
+        The budget is for tokens and for the slots of the input that each request takes beside them.
+        """
         index = 0
-        while index < len(self.running) and room.left > 0:
+        while index < len(self.running) and budget > 0:
             sequence = self.running[index]
-            tokens = self._tokens_to_run(sequence, cap, room.left)
+            tokens = self._tokens_to_run(sequence, cap, budget)
             if tokens == 0:
                 index += 1
                 continue
@@ -278,19 +260,21 @@ class VllmPlain:
             while fits and (needed := self._grow(turn, sequence, tokens)):
                 victim = self._remove_victim()
                 if victim in scheduled:  # by priority only: its part of this step is undone
-                    room.give_back(scheduled.pop(victim))
+                    budget += scheduled.pop(victim) + self._extra_input
                     turn.drafts.pop(victim, None)
                     index -= 1
                 self._note_preemption(turn, victim, sequence, needed)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
             if fits:
-                self._note_drafts(turn, sequence, tokens)
+                if sequence.drafts:
+                    self._note_drafts(turn, sequence, tokens)
                 scheduled[sequence] = tokens
-                room.take(tokens)
+                budget -= tokens + self._extra_input
                 index += 1
             elif self.config.policy == "fcfs":
                 break
+        return budget
 
     def _tokens_to_run(self, sequence: PlainSequence, cap: int, most: int) -> int:
         """Tokens that a running sequence gets: those it lacks, its placeholders and drafts among them; 0 skips it."""
@@ -302,19 +286,20 @@ class VllmPlain:
         tokens = sequence.num_tokens + sequence.drafts + placeholders - computed
         if 0 < cap < tokens:
             tokens = cap
-        tokens = min(tokens, most, self.config.max_model_len - computed - 1)
-        return self._whole_states(sequence, computed, tokens)
+        if tokens > most:
+            tokens = most
+        if tokens > self.config.max_model_len - computed - 1:
+            tokens = self.config.max_model_len - computed - 1
+        return self._whole_states(sequence, computed, tokens) if self._states else tokens
 
     def _whole_states(self, sequence: PlainSequence, start: int, tokens: int) -> int:
-        """With state groups: what is left of a chunk that must end where a state can be kept."""
-        if not self._states:
-            return tokens
+        """With state groups, what is left of a chunk that must end where a state can be kept."""
         return max(0, chunk_end(self._states, self.config, sequence, start, start + tokens) - start)
 
     def _note_drafts(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> None:
         """How many of the scheduled tokens are drafts: those beyond the tokens known and in flight."""
         beyond = tokens + sequence.computed - sequence.num_tokens - sequence.placeholders
-        if sequence.drafts and beyond > 0:
+        if beyond > 0:
             turn.drafts[sequence] = min(sequence.drafts, beyond)
 
     def _remove_victim(self) -> PlainSequence:
@@ -365,7 +350,7 @@ class VllmPlain:
     # The waiting loop
 
     def _schedule_waiting(
-        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], room: Room, cap: int
+        self, turn: Turn[PlainSequence], scheduled: dict[PlainSequence, int], budget: int, cap: int
     ) -> None:
         """Admit from the head of the queue until one does not fit; nobody behind it is tried.
 
@@ -373,16 +358,17 @@ class VllmPlain:
         """
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
-        may_pad = bool(scheduled), any(sequence.is_partial for sequence in scheduled)
+        may_pad = self._drafts and not any(sequence.is_partial for sequence in scheduled)
+        others_run = bool(scheduled)
         set_aside: list[PlainSequence] = []
-        while room.left > 0 and self.waiting and len(self.running) < limit:
+        while budget > 0 and self.waiting and len(self.running) < limit:
             sequence = self.waiting[0]
             if sequence.stale > 0:
                 set_aside.append(self.waiting.popleft())
                 continue
             hit = self._find_prefix(sequence)
-            padding = self._padding(sequence, hit.tokens, *may_pad)
-            tokens, drafts = self._tokens_to_admit(sequence, hit.tokens, padding, cap, room.left)
+            padding = self._padding(sequence, hit.tokens, others_run=others_run) if may_pad else 0
+            tokens, drafts = self._tokens_to_admit(sequence, hit.tokens, padding, cap, budget)
             if tokens == 0 or not self._admit(turn, sequence, hit, tokens):
                 break
             self.waiting.popleft()
@@ -393,7 +379,7 @@ class VllmPlain:
             if drafts:
                 turn.drafts[sequence] = drafts
             scheduled[sequence] = tokens
-            room.take(tokens)
+            budget -= tokens + self._extra_input
         self._put_back(set_aside)
 
     def _put_back(self, set_aside: list[PlainSequence]) -> None:
@@ -403,14 +389,14 @@ class VllmPlain:
             for sequence in set_aside:
                 insort(self.waiting, sequence, key=_queue_key)
 
-    def _padding(
-        self, sequence: PlainSequence, hit_tokens: int, others_run: bool, others_partial: bool
-    ) -> int:
-        """Placeholder drafts for a sequence that lacks a single token, so that it runs like those who decode."""
+    def _padding(self, sequence: PlainSequence, hit_tokens: int, *, others_run: bool) -> int:
+        """Placeholder drafts for a sequence that lacks a single token, so that it runs like those who decode.
+
+        Only while nobody whom this step runs was in the middle of a prompt before it.
+        """
         drafting = self.config.speculative
-        if drafting is None or sequence.num_tokens - hit_tokens != 1 or others_partial:
-            return 0
-        if not others_run and hit_tokens == 0:
+        assert drafting is not None, "the caller asks"
+        if sequence.num_tokens - hit_tokens != 1 or not (others_run or hit_tokens > 0):
             return 0
         fits = hit_tokens + 2 + drafting.num_drafts <= self.config.max_model_len
         return drafting.num_drafts if fits else 0
@@ -425,7 +411,7 @@ class VllmPlain:
         if tokens > most and (padding or not self.config.enable_chunked_prefill):
             return 0, 0
         tokens = min(tokens, most)
-        whole = self._whole_states(sequence, hit_tokens, tokens)
+        whole = self._whole_states(sequence, hit_tokens, tokens) if self._states else tokens
         if padding and whole != tokens:
             return min(whole, 1), 0
         return whole, padding
@@ -450,6 +436,8 @@ class VllmPlain:
 
         What is out of reach of all tokens that are not processed is freed first, and stays so.
         """
+        if self._fills_blocks and sequence.computed + tokens < len(sequence.blocks) * self.config.block_size:
+            return 0
         span = self._span(sequence.computed, tokens)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
         if self._drops:
@@ -475,20 +463,21 @@ class VllmPlain:
         Idle hit blocks count as needed: adopting them takes them out of the free queue. The
         watermark is kept free only while others run.
         """
-        config, pool = self.config, self.pool
+        config = self.config
         kept_free = int(config.watermark * config.num_gpu_blocks) if self.running else 0
         parts = list(zip(self.groups, sequence.tables, hit.blocks, strict=True))
-        if not all(group.may_adopt(blocks) for group, _, blocks in parts):
-            return False
+        room = self.pool.num_free - kept_free
         if config.scheduler_reserve_full_isl:
-            need = sum(
-                group.need_for_all(sequence, table, blocks, hit.tokens) for group, table, blocks in parts
-            )
-            if need + kept_free > pool.num_free:
+            need = 0
+            for group, table, blocks in parts:
+                need += group.need_for_all(sequence, table, blocks, hit.tokens)
+            if need > room:
                 return False
         span = self._span(hit.tokens, tokens)
-        need = sum(group.need(sequence, table, blocks, span) for group, table, blocks in parts)
-        if need + kept_free > pool.num_free:
+        need = 0
+        for group, table, blocks in parts:
+            need += group.need(sequence, table, blocks, span)
+        if need > room or not all(group.may_adopt(blocks) for group, _, blocks in parts):
             return False
         for group, table, blocks in parts:
             group.adopt(table, blocks, hit.tokens)
@@ -510,43 +499,51 @@ class VllmPlain:
 
         With several groups no further than where all of them have a block end.
         """
-        if not self.config.enable_prefix_caching:
+        if not self._caches:
             return
         tokens = min(tokens, sequence.num_tokens)
         if len(self.groups) > 1:
-            tokens -= tokens % self._geometry.alignment
+            tokens -= tokens % self._alignment
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.offer(sequence, table, tokens)
 
     # What the batch amounts to
 
-    def _advance(self, turn: Turn[PlainSequence], sequence: PlainSequence, tokens: int) -> Share:
-        """Count a sequence's tokens as computed, and those that it will sample as known, once they are scheduled."""
-        config, work = self.config, turn.work
-        drafts = turn.drafts.get(sequence, 0)
-        before = sequence.computed
-        sequence.computed = after = before + tokens
-        sequence.in_flight += tokens
-        sequence.is_partial = after < sequence.num_tokens + sequence.placeholders
-        sequence.drafts = 0
-        samples = not sequence.is_partial
-        if samples and config.async_scheduling:
-            sequence.placeholders += 1 + drafts
-            sequence.drafts = config.speculative.num_drafts if config.speculative else 0
-            sequence.eligible = self._num_schedules + config.pipeline_parallel_size
-        turn.scheduled_tokens += tokens
-        if samples:
-            work.sampled += 1 + drafts
-        if before >= sequence.request.input_tokens and tokens == 1:
-            work.decodes += 1
-            work.decode_context += after
-        else:
-            work.chunks.append((before, tokens))
-        known = after - drafts
-        if before < sequence.high_water:
-            turn.recomputed_tokens += min(known, sequence.high_water) - before
-        sequence.high_water = max(sequence.high_water, known)
-        return Share(sequence, tokens, drafts, samples)
+    def _advance(self, turn: Turn[PlainSequence]) -> list[Share]:
+        """Count what was scheduled as computed, and what it will sample as known; sum up the batch's work."""
+        work, is_async = turn.work, self.config.async_scheduling
+        batch: list[Share] = []
+        for sequence, tokens in turn.scheduled:
+            drafts = turn.drafts.get(sequence, 0) if turn.drafts else 0
+            before = sequence.computed
+            sequence.computed = after = before + tokens
+            sequence.in_flight += tokens
+            samples = after >= sequence.num_tokens + sequence.placeholders
+            sequence.is_partial = not samples
+            sequence.drafts = 0
+            if samples:
+                work.sampled += 1 + drafts
+                if is_async:
+                    self._expect_output(sequence, drafts)
+            turn.scheduled_tokens += tokens
+            if before >= sequence.request.input_tokens and tokens == 1:
+                work.decodes += 1
+                work.decode_context += after
+            else:
+                work.chunks.append((before, tokens))
+            known = after - drafts
+            if before < sequence.high_water:
+                turn.recomputed_tokens += min(known, sequence.high_water) - before
+            if known > sequence.high_water:
+                sequence.high_water = known
+            batch.append((sequence, tokens, drafts, samples))
+        return batch
+
+    def _expect_output(self, sequence: PlainSequence, drafts: int) -> None:
+        """Asynchronous: go on as if the tokens that it samples were known, with as many drafts again."""
+        sequence.placeholders += 1 + drafts
+        sequence.drafts = self.config.speculative.num_drafts if self.config.speculative else 0
+        sequence.eligible = self._num_schedules + self.config.pipeline_parallel_size
 
     def _count(self, turn: Turn[PlainSequence]) -> None:
         """Take the counts that hold after scheduling."""
@@ -559,75 +556,63 @@ class VllmPlain:
         self._count_slots(turn)
 
     def _count_slots(self, turn: Turn[PlainSequence]) -> None:
-        """Count slots without KV, all in the last block of each table, and those to be filled yet."""
-        block_size = self.config.block_size
+        """Count slots without KV that anybody will read, and those to be filled yet.
+
+        Those are in the last blocks of each table and, behind a window, in its first; the rest is padding.
+        """
+        if self._fills_blocks:
+            block_size = self.config.block_size
+            for sequence in self.running:
+                empty = -sequence.computed % block_size
+                if empty:
+                    turn.empty_slots += empty
+                    turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+            return
         for sequence in self.running:
-            empty = -sequence.computed % block_size
-            if empty:
+            for group, table in zip(self.groups, sequence.tables, strict=True):
+                empty, reserved = group.unfilled(sequence, table)
                 turn.empty_slots += empty
-                turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+                turn.reserved_slots += reserved
+        for number, group in enumerate(self.groups):
+            behind = group.behind(self.running, number)
+            turn.behind_slots += behind
+            turn.empty_slots += behind + group.in_use * (self.config.block_slots - group.payload)
+        if len(self.groups) > 1:
+            turn.group_blocks = [group.in_use for group in self.groups]
 
     # Processing a batch
 
     def settle(self, turn: Turn[PlainSequence]) -> None:
         """Process the oldest batch: append what it sampled, in its order, and free the sequences that stop."""
-        drafting = self.config.speculative
-        for share in self._batches.popleft():
-            sequence = share.sequence
+        proposes = self.config.speculative is not None and not self.config.async_scheduling
+        for sequence, tokens, drafts, samples in self._batches.popleft():
             if sequence.is_gone:
                 continue
             is_stale = sequence.stale > 0
-            sequence.in_flight -= share.tokens
+            sequence.in_flight -= tokens
             if is_stale:
-                sequence.stale -= share.tokens
-            if share.samples:
-                self._put_out(turn, share, is_stale=is_stale)
-            if drafting is not None and not self.config.async_scheduling:
-                outputs = sequence.num_tokens - sequence.request.input_tokens
-                sequence.drafts = 0 if sequence.is_partial else drafting.proposed(sequence.id, outputs)
+                sequence.stale -= tokens
+            if samples:
+                count = 1 + (self._verify(turn, sequence, drafts, is_stale=is_stale) if drafts else 0)
+                self._put_out(turn, sequence, count, is_stale=is_stale)
+            if proposes:
+                self._propose(sequence)
         if turn.sampled:
             self._restarts = 0
-            self._outgrown.difference_update(turn.sampled)
+            if self._outgrown:
+                self._outgrown.difference_update(turn.sampled)
         if turn.finished:
             self.running = [s for s in self.running if not s.is_gone]
         turn.free_blocks_end = self.pool.num_free
 
-    def _put_out(self, turn: Turn[PlainSequence], share: Share, *, is_stale: bool) -> None:
-        """Append the tokens that a sequence got, one and its accepted drafts, until it stops.
-
-        One that was preempted since (stale) gets them too, but nothing that depends on its blocks changes.
-        """
-        sequence = share.sequence
-        count = 1 + self._verify(turn, share, is_stale=is_stale)
-        had_placeholders = sequence.placeholders > 0
-        used = min(count, sequence.max_tokens - sequence.num_tokens)
-        sequence.num_tokens += used
-        if self.config.enable_prefix_caching:
-            self._hash_full_blocks(sequence)
-        turn.sampled.append(sequence)
-        if used > 1:
-            turn.extra_tokens[sequence] = used - 1
-        if not is_stale:
-            sequence.computed -= count - used
-            if had_placeholders:
-                sequence.placeholders -= count
-            if had_placeholders or self.config.speculative is not None:
-                sequence.high_water = max(sequence.high_water, sequence.computed - sequence.in_flight)
-                self._offer(sequence, sequence.computed - sequence.in_flight)
-        if sequence.num_tokens >= sequence.max_tokens:
-            turn.finished.append(sequence)
-            self._free(sequence)
-            if is_stale:
-                self.waiting.remove(sequence)
-
-    def _verify(self, turn: Turn[PlainSequence], share: Share, *, is_stale: bool) -> int:
+    def _verify(
+        self, turn: Turn[PlainSequence], sequence: PlainSequence, drafts: int, *, is_stale: bool
+    ) -> int:
         """How many drafts were accepted; those that were not are computed no more."""
-        sequence, drafting = share.sequence, self.config.speculative
-        if not share.drafts or drafting is None:
-            return 0
+        assert self.config.speculative is not None, "there are drafts"
         outputs = sequence.num_tokens - sequence.request.input_tokens
-        accepted = drafting.accepted(sequence.id, outputs, share.drafts)
-        rejected = share.drafts - accepted
+        accepted = self.config.speculative.accepted(sequence.id, outputs, drafts)
+        rejected = drafts - accepted
         turn.accepted_drafts += accepted
         turn.rejected_drafts += rejected
         if not is_stale:
@@ -636,6 +621,41 @@ class VllmPlain:
             if sequence.placeholders > 0:
                 sequence.placeholders -= rejected
         return accepted
+
+    def _propose(self, sequence: PlainSequence) -> None:
+        """Synchronous: the drafter proposes once the output is known, but not in the middle of a prompt."""
+        assert self.config.speculative is not None, "there is a drafter"
+        outputs = sequence.num_tokens - sequence.request.input_tokens
+        proposed = self.config.speculative.proposed(sequence.id, outputs)
+        sequence.drafts = 0 if sequence.is_partial else proposed
+
+    def _put_out(
+        self, turn: Turn[PlainSequence], sequence: PlainSequence, count: int, *, is_stale: bool
+    ) -> None:
+        """Append the tokens that a sequence got, one and its accepted drafts, until it stops.
+
+        One that was preempted since (stale) gets them too, but nothing that depends on its blocks changes.
+        """
+        left = sequence.max_tokens - sequence.num_tokens
+        used = count if count <= left else left
+        sequence.num_tokens += used
+        if self._caches and (sequence.num_tokens - self._hashed_after) % self._hash_size < used:
+            self._hash_full_blocks(sequence)
+        turn.sampled.append(sequence)
+        if used > 1:
+            turn.extra_tokens[sequence] = used - 1
+        if not is_stale and (sequence.placeholders > 0 or self._drafts):
+            sequence.computed -= count - used
+            if sequence.placeholders > 0:
+                sequence.placeholders -= count
+            known = sequence.computed - sequence.in_flight
+            sequence.high_water = max(sequence.high_water, known)
+            self._offer(sequence, known)
+        if used == left:
+            turn.finished.append(sequence)
+            self._free(sequence)
+            if is_stale:
+                self.waiting.remove(sequence)
 
 
 def make_groups(config: SchedulerConfig, pool: BlockPool) -> list[FullGroup]:

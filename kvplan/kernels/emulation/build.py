@@ -48,7 +48,7 @@ class Sanitizer(Enum):
             case Sanitizer.NONE:
                 return ()
             case Sanitizer.ADDRESS:
-                return ("-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+                return ("-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
             case Sanitizer.THREAD:
                 return ("-g1", "-fsanitize=thread")
 

@@ -15,7 +15,6 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +45,8 @@ class Order(IntEnum):
 class Launch:
     """A kernel over a grid.
 
-    ``pointers`` says which array each pointer of the arguments gets; others stay null. ``before`` moves a pointer back by
-    so many bytes: a cache of which only the far end is there tests that offsets are computed in 64 bits.
+    ``pointers`` says which array each pointer of the arguments gets; others stay null. ``before`` moves a pointer back
+    by so many bytes: a cache of which only the far end is there tests that offsets are computed in 64 bits.
     """
 
     kernel: str
@@ -106,11 +105,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Report:
-    """What a sanitizer said: which one, of what, the first line of the source in it, if any, and the whole text."""
+    """What a sanitizer said: which one, of what, the lines of the source in it, first that of the fault, and all of it.
+
+    A race has the lines of both accesses.
+    """
 
     tool: str
     kind: str
-    line: int | None
+    lines: tuple[int, ...]
     text: str
 
 
@@ -144,7 +146,11 @@ def run(
     """
     settings = _numbers(limit_s, order, seed, int(traffic))
     program = settings + _packed(launches, arrays, outputs, addresses or {})
-    answer = subprocess.run([*_launcher(), str(executable)], input=program, capture_output=True, check=False)
+    answer = subprocess.run([str(executable)], input=program, capture_output=True, check=False)
+    if b"unexpected memory mapping" in answer.stderr and shutil.which("setarch"):
+        # Older ThreadSanitizers refuse some of the places that a kernel with much randomness gives memory.
+        command = ["setarch", "--addr-no-randomize", str(executable)]
+        answer = subprocess.run(command, input=program, capture_output=True, check=False)
     text = answer.stderr.decode(errors="replace")
     reports = tuple(_reports(text))
     data = answer.stdout
@@ -229,21 +235,6 @@ def _traffic(reader: _Reader, names: Sequence[str]) -> Traffic:
     return Traffic(rows, distinct)
 
 
-@cache
-def _launcher() -> tuple[str, ...]:
-    """What starts the process with its memory always at the same place.
-
-    Older ThreadSanitizers refuse some of the places that a kernel with much randomness chooses. Not every container
-    allows it; then the process is started as it is.
-    """
-    tool = shutil.which("setarch")
-    if tool is None:
-        return ()
-    command = (tool, "--addr-no-randomize")
-    works = subprocess.run([*command, "true"], capture_output=True, check=False).returncode == 0
-    return command if works else ()
-
-
 _HEADS = re.compile(
     r"^(?:==\d+==ERROR: (?P<address>AddressSanitizer): (?P<overrun>\S+)[^\n]*"
     r"|WARNING: (?P<thread>ThreadSanitizer): (?P<race>[^\n]*?) \(pid=\d+\)"
@@ -258,9 +249,8 @@ def _reports(text: str) -> list[Report]:
     found = []
     for number, head in enumerate(heads, 1):
         body = text[head.start() : heads[number].start() if number < len(heads) else len(text)]
-        frame = _FRAME.search(body)
+        lines = dict.fromkeys(int(number) for number in [head["line"], *_FRAME.findall(body)] if number)
         tool = head["address"] or head["thread"] or "UndefinedBehaviorSanitizer"
         kind = head["overrun"] or head["race"] or head["undefined"]
-        line = head["line"] or (frame[1] if frame else None)
-        found.append(Report(tool, kind, int(line) if line else None, body))
+        found.append(Report(tool, kind, tuple(lines), body))
     return found

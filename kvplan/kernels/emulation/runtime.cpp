@@ -622,8 +622,6 @@ void run_launch(unsigned number) {
   for (size_t i = 0; i < num_sets; ++i) sets.push_back(make_threads());
   std::vector<unsigned char*> shared;
   for (size_t i = 0; i < num_shared; ++i) shared.push_back(allocate_shared(launch->shared_bytes));
-  for (unsigned char* memory : shared) poison_shared(memory, launch->shared_bytes);
-  release_tag(&start_tag);
   std::vector<unsigned> blocks(num_blocks);
   arrange(blocks);
   for (size_t i = 0; i < num_blocks; ++i) {
@@ -631,7 +629,8 @@ void run_launch(unsigned number) {
     block_index = {block_number % grid_shape.x, block_number / grid_shape.x % grid_shape.y,
                    block_number / grid_shape.x / grid_shape.y};
     shared_memory = shared[i % num_shared];
-    if (num_shared == 1) poison_shared(shared_memory, launch->shared_bytes);
+    poison_shared(shared_memory, launch->shared_bytes);
+    release_tag(&start_tag);  // what this process's own thread wrote; of other blocks it knows nothing
     start_block(sets[i % num_sets]);
     check_shared(shared_memory, launch->shared_bytes);
   }
