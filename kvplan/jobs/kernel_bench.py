@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import product
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvplan.errors import InputError, unknown_name
@@ -329,7 +330,8 @@ def _of_model(options: KernelBenchOptions) -> tuple[tuple[int, ...], tuple[int, 
     from kvplan.core.kv_cache import FullAttention, SlidingWindow
 
     assert options.model is not None, "the caller asks"
-    spec = load_model(options.model, catalogue=options.models, where="--model")
+    catalogue = Path(options.models) if options.models is not None else None
+    spec = load_model(options.model, catalogue=catalogue, where="--model")
     kinds = [
         (layers, cache) for cache, layers in spec.attention if isinstance(cache, FullAttention | SlidingWindow)
     ]

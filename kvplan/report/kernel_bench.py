@@ -33,7 +33,8 @@ def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
         screen.say(f"left out: {literal(skipped.what)}: {literal(skipped.reason)}")
     wrong = [row for row in result.results if not row.valid]
     for row in wrong:
-        screen.say(f"{row.variant} is wrong on {literal(row.case)}: {literal(row.error or _off(row))}", style="bold red")
+        what = literal(row.error or _off(row))
+        screen.say(f"{row.variant} is wrong on {literal(row.case)}: {what}", style="bold red")
     if result.results:
         right = len(result.results) - len(wrong)
         screen.say(f"{right:,} of {counted(len(result.results), 'result')} valid, against float64")
