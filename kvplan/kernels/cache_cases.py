@@ -88,9 +88,9 @@ def reshape_problem(
     arguments = ReshapeAndCacheParams(
         key_stride_token=2 * num_kv_heads * head_dim,
         value_stride_token=num_kv_heads * head_dim,
-        cache_stride_block=block_size * num_kv_heads * head_dim,
-        cache_stride_token=token,
+        cache_stride_row=token,
         cache_stride_head=head,
+        cache_rows_per_block=block_size * num_kv_heads * head_dim // token,
         num_slots=num_slots,
         num_kv_heads=num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,

@@ -277,9 +277,9 @@ def _launches(variant: Variant, case: Case, arrays: dict[str, Array], num_blocks
     arguments = PagedAttentionParams(
         query_stride_request=arrays["query"].shape[1] * head_dim,
         query_stride_head=head_dim,
-        cache_stride_block=block,
-        cache_stride_token=rows[0],
+        cache_stride_row=rows[0],
         cache_stride_head=rows[1],
+        cache_rows_per_block=block // rows[0],
         block_table_stride=arrays["block_table"].shape[1],
         num_heads=heads,
         num_kv_heads=case.num_kv_heads,

@@ -112,8 +112,9 @@ class Variant:
         if self.kernel == "mma":
             return 2
         if self.kernel == "split":
-            return {1: 6, 2: 4, 4: 3, 8: 2}[self.head_tile]
-        return 4 if self.kernel != "copy_blocks" else 8
+            wide = self.kv_cache_dtype == "fp8_e4m3"  # a lane holds 16 elements of each head
+            return {1: 6 - 2 * wide, 2: 4 - wide, 4: 3 - wide, 8: 2}[self.head_tile]
+        return 8 if self.kernel == "copy_blocks" else 4
 
     @property
     def register_budget(self) -> int:

@@ -72,7 +72,7 @@ def test_the_order_of_threads_changes_no_bit(variant: Variant, order: Order) -> 
 
 
 def test_a_case_that_goes_wrong_is_said_to() -> None:
-    wrong = kernel_source().replace("score += slope", "score -= slope")
+    wrong = kernel_source().replace("slope * (float)distance", "-slope * (float)distance")
     alibi = replace(SPLIT, alibi=True)
     rows = validate_emulated([alibi], [BY_NAME["partial last block"]], emulator=Emulator(wrong))
     assert not rows[0].valid
