@@ -82,15 +82,13 @@ def reshape_problem(
         after[slots[written]] = stored.encoded((row.astype(np.float32) / scale[:, None])[written])
         arrays[f"{name}_cache"] = _in_blocks(untouched.view(stored.storage), block_size, layout)
         expected[f"{name}_cache"] = _in_blocks(after, block_size, layout)
-    token, head = (num_kv_heads * head_dim, head_dim)
-    if layout == "HND":
-        token, head = head_dim, block_size * head_dim
+    by_token = layout == "NHD"
     arguments = ReshapeAndCacheParams(
         key_stride_token=2 * num_kv_heads * head_dim,
         value_stride_token=num_kv_heads * head_dim,
-        cache_stride_row=token,
-        cache_stride_head=head,
-        cache_rows_per_block=block_size * num_kv_heads * head_dim // token,
+        cache_stride_row=num_kv_heads * head_dim if by_token else head_dim,
+        cache_stride_head=head_dim if by_token else block_size * head_dim,
+        cache_rows_per_block=block_size * (1 if by_token else num_kv_heads),
         num_slots=num_slots,
         num_kv_heads=num_kv_heads,
         block_size_log2=block_size.bit_length() - 1,

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from kvplan.kernels import reference
 from kvplan.kernels.emulation.emulate import Launch
-from kvplan.kernels.number_formats import Floats, number_format
+from kvplan.kernels.number_formats import Floats, NumberFormat, number_format
 from kvplan.kernels.params import PagedAttentionParams
 from kvplan.kernels.plan import plan
 from kvplan.kernels.variants import THREADS, Variant, merge_variant
@@ -25,8 +25,8 @@ from kvplan.kernels.variants import THREADS, Variant, merge_variant
 Array = NDArray[Any]
 OUTPUTS = ("output", "lse", "partial_output", "partial_lse")
 
-#: Where a cache starts that is told from its far end: beyond what 32 bits of elements can say.
-_FAR_ELEMENTS = 1 << 33
+#: The first row of a cache of which only the far end is there: beyond what an int can say of rows or elements.
+_FAR_ROWS = 1 << 31
 _NONSENSE_ID = -7
 _SOFT_CAP = 20.0
 
@@ -38,8 +38,9 @@ class Case:
     ``group`` is query heads for each KV head. ``chunk_tokens`` cuts requests into chunks, ``None`` leaves it to the
     plan. The first ``shared_blocks`` blocks of all requests are the same. ``scales``: none, one for the tensor, or one
     for each KV head. ``loudness`` multiplies the queries: large, and few tokens have all the weight. ``packed``: the
-    query is a part of a wider row, as a projection to queries, keys and values leaves it. ``far``: blocks lie where
-    32-bit offsets do not reach. ``unknown_block``: an entry in use is no block's id, which has to show as NaN.
+    query is a part of a wider row, as a projection to queries, keys and values leaves it. ``interleaved``: a block's
+    keys lie before its values, in one cache. ``far``: blocks lie where 32-bit offsets do not reach. ``unknown_block``:
+    an entry in use is no block's id, which has to show as NaN.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Case:
     loudness: float = 1.0
     packed: bool = False
     lse: bool = True
+    interleaved: bool = False
     far: bool = False
     unknown_block: bool = False
 
@@ -84,9 +86,12 @@ CASES = (
     Case("a scale for the tensor", (60, 20), scales="tensor", group=4),
     Case("scales for heads", (60, 130), scales="head", group=2, num_kv_heads=3, layout="HND"),
     Case("sharp softmax", (150, 40), loudness=40.0, group=4),
+    Case("maximum rises late", (700, 900), loudness=30.0, group=8, num_kv_heads=1, chunk_tokens=1024),
     Case("query in a packed row", (33, 18), packed=True, group=4),
     Case("no logarithm of sums", (45,), lse=False, group=2),
     Case("no logarithm of sums, split", (145,), lse=False, group=2, chunk_tokens=64),
+    Case("keys and values in one cache", (50, 20), interleaved=True, group=4),
+    Case("keys and values in one cache, heads first", (90, 20), interleaved=True, group=2, layout="HND"),
     Case("beyond 32 bits", (50, 20), far=True, group=4),
     Case("beyond 32 bits, heads first", (50, 20), far=True, group=1, layout="HND", chunk_tokens=16),
     Case("unknown block", (70, 40), unknown_block=True, group=4),
@@ -135,7 +140,7 @@ class Problem:
         return 2 * len(rows) * case.num_kv_heads * self.variant.head_dim * stored.bytes
 
     def judge(self, outputs: Mapping[str, Array]) -> Verdict:
-        """Compare with the answer; a number that is missing (NaN) makes the result invalid, and so does a wrong lse."""
+        """Compare with the answer, lse included; a NaN where a number is due is infinitely wrong, and the reverse."""
         output = number_format(self.variant.dtype).decoded(outputs["output"])
         lse = np.asarray(outputs["lse"], dtype=np.float64) if self.case.lse else None
         known = ~self.unknown
@@ -146,7 +151,7 @@ class Problem:
         allowed = replace(
             self.tolerance, absolute=self.tolerance.absolute[known], lse=self.tolerance.lse[known]
         )
-        used = allowed.excess(kept, output[known], None if lse is None else lse[known])
+        used = allowed.excess(kept, output[known], None if lse is None else lse[known]) if marked else np.inf
         errors = np.abs(output[known] - kept.output)
         largest = np.abs(kept.output).max(axis=-1, initial=0.0)
         relative = errors.max(axis=-1, initial=0.0) / np.where(largest == 0, 1.0, largest)
@@ -158,7 +163,7 @@ class Problem:
                 "atol": float(allowed.absolute.max(initial=0.0)),
                 "used": used,
             },
-            valid=used <= 1 and marked,
+            valid=used <= 1,
         )
 
 
@@ -194,9 +199,8 @@ def problem(variant: Variant, case: Case, *, seed: int = 0) -> Problem:
     )
     live = _live_slots(case, readable, num_blocks)
     arrays: dict[str, Array] = {
-        "query": _packed(query, case, queries.encoded),
-        "key_cache": _in_memory(np.where(live, keys, np.nan), case, stored.encoded),
-        "value_cache": _in_memory(np.where(live, values, np.nan), case, stored.encoded),
+        "query": _packed(query, case, queries),
+        **_caches(np.where(live, keys, np.nan), np.where(live, values, np.nan), case, stored),
         "block_table": table,
         "context_lens": contexts,
         "output": queries.encoded(np.full((len(contexts), heads, variant.head_dim), np.nan)),
@@ -246,30 +250,36 @@ def _live_slots(case: Case, table: NDArray[np.int32], num_blocks: int) -> NDArra
     return live
 
 
-def _packed(query: Floats, case: Case, encoded: Any) -> Array:
+def _packed(query: Floats, case: Case, queries: NumberFormat) -> Array:
     """The query alone, or with rows of NaN where keys and values would be."""
     if not case.packed:
-        return np.asarray(encoded(query))
+        return queries.encoded(query)
     requests, _, head_dim = query.shape
     others = np.full((requests, 2 * case.num_kv_heads, head_dim), np.nan)
-    return np.asarray(encoded(np.concatenate([query, others], axis=1)))
+    return queries.encoded(np.concatenate([query, others], axis=1))
 
 
-def _in_memory(rows: Floats, case: Case, encoded: Any) -> Array:
-    ordered = rows if case.layout == "NHD" else rows.transpose(0, 2, 1, 3)
-    return np.asarray(encoded(np.ascontiguousarray(ordered)))
+def _caches(keys: Floats, values: Floats, case: Case, stored: NumberFormat) -> dict[str, Array]:
+    """Keys and values in the layout's order, apart or block by block in one array."""
+    order = (0, 1, 2, 3) if case.layout == "NHD" else (0, 2, 1, 3)
+    caches = [stored.encoded(np.ascontiguousarray(one.transpose(order))) for one in (keys, values)]
+    if case.interleaved:
+        return {"key_cache": np.stack(caches, axis=1)}
+    return {"key_cache": caches[0], "value_cache": caches[1]}
+
+
+def _pointers(case: Case, arrays: Mapping[str, Array]) -> dict[str, str]:
+    both = {"value_cache": "key_cache"} if case.interleaved else {}
+    return {name: name for name in arrays} | both
 
 
 def _launches(variant: Variant, case: Case, arrays: dict[str, Array], num_blocks: int) -> tuple[Launch, ...]:
     """Launches of the variant, and of merge where requests are split; adds the plan and its results to ``arrays``."""
     heads, head_dim = case.num_kv_heads * case.group, variant.head_dim
-    block = case.block_size * case.num_kv_heads * head_dim
-    rows = (
-        (case.num_kv_heads * head_dim, head_dim)
-        if case.layout == "NHD"
-        else (head_dim, case.block_size * head_dim)
-    )
-    first_block = -(-_FAR_ELEMENTS // block) if case.far else 0
+    by_token = case.layout == "NHD"
+    row = case.num_kv_heads * head_dim if by_token else head_dim
+    rows_per_block = case.block_size * (1 if by_token else case.num_kv_heads) * (2 if case.interleaved else 1)
+    first_block = -(-_FAR_ROWS // rows_per_block) if case.far else 0
     if case.far:
         arrays["block_table"] = np.where(
             arrays["block_table"] < 0, _NONSENSE_ID, arrays["block_table"] + first_block
@@ -277,9 +287,9 @@ def _launches(variant: Variant, case: Case, arrays: dict[str, Array], num_blocks
     arguments = PagedAttentionParams(
         query_stride_request=arrays["query"].shape[1] * head_dim,
         query_stride_head=head_dim,
-        cache_stride_row=rows[0],
-        cache_stride_head=rows[1],
-        cache_rows_per_block=block // rows[0],
+        cache_stride_row=row,
+        cache_stride_head=head_dim if by_token else case.block_size * head_dim,
+        cache_rows_per_block=rows_per_block,
         block_table_stride=arrays["block_table"].shape[1],
         num_heads=heads,
         num_kv_heads=case.num_kv_heads,
@@ -291,11 +301,14 @@ def _launches(variant: Variant, case: Case, arrays: dict[str, Array], num_blocks
         soft_cap=_SOFT_CAP if variant.soft_cap else 0.0,
     )
     requests, threads = len(case.context_lens), (THREADS, 1, 1)
-    back = first_block * block * number_format(variant.kv_cache_dtype).bytes
+    row_bytes = row * number_format(variant.kv_cache_dtype).bytes
+    back = first_block * rows_per_block * row_bytes
     before = {"key_cache": back, "value_cache": back}
+    if case.interleaved:  # one array has both
+        before["value_cache"] -= rows_per_block // 2 * row_bytes
     if variant.kernel == "naive":
         grid, shared = (heads, requests, 1), variant.shared_bytes(max(case.context_lens))
-        pointers = {name: name for name in arrays}
+        pointers = _pointers(case, arrays)
         return (Launch(variant.name, grid, threads, shared, arguments, pointers, before),)
     work = plan(
         arrays["context_lens"],
@@ -311,7 +324,7 @@ def _launches(variant: Variant, case: Case, arrays: dict[str, Array], num_blocks
         arrays["merge_items"] = work.merge_items
         arrays["partial_output"] = np.full((work.num_partials, head_dim), np.nan, dtype=np.float32)
         arrays["partial_lse"] = np.full(work.num_partials, np.nan, dtype=np.float32)
-    pointers = {name: name for name in arrays}
+    pointers = _pointers(case, arrays)
     grid = (len(work.work_items), 1, 1)
     first = Launch(variant.name, grid, threads, variant.shared_bytes(), arguments, pointers, before)
     if not work.num_partials:

@@ -151,7 +151,7 @@ class Tolerance:
             if lse is not None:
                 gap = np.where(lse == expected.lse, 0.0, np.abs(lse - expected.lse))
                 parts.append(gap / self.lse)
-        worst = max(float(np.max(part, initial=0.0)) for part in parts)
+        worst = float(np.max([np.max(part, initial=0.0) for part in parts]))  # NaN wins
         return np.inf if np.isnan(worst) else worst
 
 

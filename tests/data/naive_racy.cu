@@ -11,10 +11,9 @@ extern "C" __global__ void naive_racy(const PagedAttentionParams p) {
     const float* query = (const float*)p.query + request * p.query_stride_request + head * p.query_stride_head;
     const float* keys = (const float*)p.key_cache + kv_head * p.cache_stride_head;
     const float* values = (const float*)p.value_cache + kv_head * p.cache_stride_head;
-    bool known = true;
 
     for (int t = threadIdx.x; t < tokens; t += blockDim.x) {
-        const float* key = keys + row_of(p, request, t, known);
+        const float* key = keys + row_of(p, request, t);
         float product = 0.0f;
         for (int d = 0; d < RACY_HEAD_DIM; d++) product += ldg(query + d) * ldg(key + d);
         scores[t] = product * p.scale;
@@ -33,7 +32,7 @@ extern "C" __global__ void naive_racy(const PagedAttentionParams p) {
 
     for (int d = threadIdx.x; d < RACY_HEAD_DIM; d += blockDim.x) {
         float output = 0.0f;
-        for (int t = 0; t < tokens; t++) output += scores[t] * ldg(values + row_of(p, request, t, known) + d);
+        for (int t = 0; t < tokens; t++) output += scores[t] * ldg(values + row_of(p, request, t) + d);
         stg((float*)p.output + ((long long)request * p.num_heads + head) * RACY_HEAD_DIM + d, output);
     }
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -60,6 +61,15 @@ def test_kernels_that_write_the_cache_are_right_to_the_byte() -> None:
     assert {row.kernel for row in rows} == {"reshape_and_cache", "copy_blocks"}
 
 
+def test_fp8_as_newer_gpus_decode_it_is_right_too() -> None:
+    """From sm_89 on an instruction decodes e4m3 in another order than shifts do, and to other units."""
+    fp8 = [replace(one, kv_cache_dtype="fp8_e4m3") for one in (SPLIT, NAIVE)]
+    emulator = Emulator(defines=(("KV_E4M3_CVT", "1"),))
+    names = ("partial last block", "scales for heads", "many splits", "groups of 16", "sharp softmax")
+    rows = validate_emulated([MMA_FP8, *fp8], [BY_NAME[name] for name in names], emulator=emulator)
+    assert faults(rows) == []
+
+
 @pytest.mark.parametrize("order", list(Order))
 @pytest.mark.parametrize("variant", [MMA, SPLIT], ids=lambda one: one.kernel)
 def test_the_order_of_threads_changes_no_bit(variant: Variant, order: Order) -> None:
@@ -72,11 +82,13 @@ def test_the_order_of_threads_changes_no_bit(variant: Variant, order: Order) -> 
 
 
 def test_a_case_that_goes_wrong_is_said_to() -> None:
-    wrong = kernel_source().replace("slope * (float)distance", "-slope * (float)distance")
-    alibi = replace(SPLIT, alibi=True)
-    rows = validate_emulated([alibi], [BY_NAME["partial last block"]], emulator=Emulator(wrong))
-    assert not rows[0].valid
-    assert rows[0].tolerance["used"] > 1
+    source = kernel_source()
+    wrong = source.replace("natural_lse(maximum, sum) * LOG2_E", "natural_lse(maximum, sum)")
+    assert wrong != source
+    emulator = Emulator(wrong)
+    rows = validate_emulated([SPLIT], [BY_NAME["many splits"], BY_NAME["one token"]], emulator=emulator)
+    assert [row.valid for row in rows] == [False, True]
+    assert rows[0].tolerance["used"] > 1 >= rows[1].tolerance["used"]
 
 
 def test_progress_tells_what_is_next() -> None:
@@ -193,7 +205,7 @@ def test_a_removed_guard_is_reported_by_the_address_sanitizer() -> None:
     posed = reshape_problem(WRITERS[0])
     outcome = emulator.write(emulator.build([WRITERS[0]]), posed)
     assert [one.kind for one in outcome.reports] == ["heap-buffer-overflow"]
-    assert outcome.reports[0].lines[0] == line_of(source, "stg128((uint4*)target + v")
+    assert "stg128(" in source.splitlines()[outcome.reports[0].lines[0] - 1]
 
 
 def test_a_removed_guard_ends_the_launch() -> None:
@@ -207,8 +219,8 @@ def test_a_removed_guard_ends_the_launch() -> None:
     ("old", "new", "said"),
     [
         (
-            "    __syncthreads();\n    for (int i",
-            "    if (threadIdx.x < 64) __syncthreads();\n    for (int i",
+            "    __syncthreads();\n    const WorkItem",
+            "    if (threadIdx.x < 64) __syncthreads();\n    const WorkItem",
             "divergent barrier",
         ),
         (
@@ -224,3 +236,18 @@ def test_threads_that_part_in_a_shipped_kernel_end_the_launch(old: str, new: str
     error = emulator.attend(emulator.build([MMA]), problem(MMA, BY_NAME["one token"])).error
     assert error is not None
     assert said in error
+
+
+def test_every_seeded_bug_stands_in_the_source() -> None:
+    """`benchmarks/kernel_mutations.py` builds and runs them, which takes a minute."""
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_mutations.py"))
+    for mutation in script["MUTATIONS"]:
+        assert script["mutated"](mutation, kernel_source()) != kernel_source()
+    assert sum(not mutation.known for mutation in script["MUTATIONS"]) >= 14
+
+
+@pytest.mark.parametrize("part", ["mma: tokens past the end are read", "merge: chunks weigh the same"])
+def test_a_seeded_bug_is_noticed(part: str) -> None:
+    script = runpy.run_path(str(Path(__file__).parents[2] / "benchmarks" / "kernel_mutations.py"))
+    (mutation,) = (one for one in script["MUTATIONS"] if one.name == part)
+    assert script["noticed_by"](mutation) is not None

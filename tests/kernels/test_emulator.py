@@ -42,7 +42,6 @@ KERNEL(half_warps, i < 16 ? __shfl_xor_sync(0xffffu, v, 1) : __shfl_xor_sync(0xf
 KERNEL(ballot, __ballot_sync(~0u, v % 3 == 0))
 KERNEL(any, __any_sync(~0u, v == 7) + 2 * __any_sync(~0u, v == 99))
 KERNEL(all, 4 * __all_sync(~0u, v < 99) + 8 * __all_sync(~0u, v))
-KERNEL(transposed, transpose_8x8(2 * v | (2 * v + 1) << 16))
 KERNEL(prmt, __byte_perm(0x83020100u, 0x07060504u, i == 0 ? 0x7531u : i == 1 ? 0x3b12u : 0x0u))
 KERNEL(place, threadIdx.x + 100 * threadIdx.y + 1000 * blockDim.y)
 
@@ -76,7 +75,7 @@ SMALL_NAMES = (
         "any",
         "all",
     ),
-    *("transposed", "prmt", "place", "mma_bf16", "mma_f16"),
+    *("prmt", "place", "mma_bf16", "mma_f16"),
 )
 
 
@@ -117,11 +116,6 @@ LANES = np.arange(32)
 )
 def test_collectives_of_a_warp(name: str, expected: np.ndarray[Any, Any]) -> None:
     assert small(name).tolist() == expected.tolist()
-
-
-def test_a_transposed_matrix_of_8_by_8() -> None:
-    rows = np.arange(64).reshape(8, 8)
-    assert small("transposed").view(np.uint16).reshape(8, 8).tolist() == rows.T.tolist()
 
 
 def test_a_permutation_of_bytes() -> None:
@@ -435,11 +429,14 @@ def test_fibers_without_assembly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", f"{command} -DKV_UCONTEXT")
     find_compiler.cache_clear()
     try:
-        given = shared().outputs["out"].reshape(4, 64)
+        program = executable([Source("small.cu", HEAD + changed("correct"), ("correct",))])
     finally:
         find_compiler.cache_clear()
-    words = np.arange(256).reshape(4, 64)
-    assert np.array_equal(given, words[:, ::-1] + (words ^ 1))
+    words = np.arange(256, dtype=np.uint32)
+    launch = Launch("correct", (4, 1, 1), (64, 1, 1), 256, Words(), {"source": "in", "out": "out"})
+    given = run(program, [launch], {"in": words, "out": np.zeros_like(words)}, ["out"]).outputs["out"]
+    rows = words.reshape(4, 64)
+    assert np.array_equal(given.reshape(4, 64), rows[:, ::-1] + (rows ^ 1))
 
 
 def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

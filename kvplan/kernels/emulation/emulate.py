@@ -46,7 +46,8 @@ class Launch:
     """A kernel over a grid.
 
     ``pointers`` says which array each pointer of the arguments gets; others stay null. ``before`` moves a pointer back
-    by so many bytes: a cache of which only the far end is there tests that offsets are computed in 64 bits.
+    by so many bytes (forward, if negative): a cache of which only the far end is there tests that offsets are computed
+    in 64 bits.
     """
 
     kernel: str
@@ -193,7 +194,7 @@ def _packed(
         parts += [_numbers(len(arguments)), arguments, _numbers(len(launch.pointers))]
         for pointer, array_name in launch.pointers.items():
             offset = getattr(type(launch.arguments), pointer).offset
-            parts.append(_numbers(offset, numbers[array_name], launch.before.get(pointer, 0)))
+            parts.append(_numbers(offset, numbers[array_name], launch.before.get(pointer, 0) % (1 << 64)))
     return b"".join(parts)
 
 

@@ -289,7 +289,7 @@ Thread& self() { return *static_cast<Thread*>(current); }
 const char* kind_name(Collective kind) {
   static const char* const names[] = {"__syncwarp",       "__shfl_sync",   "__shfl_xor_sync", "__shfl_up_sync",
                                       "__shfl_down_sync", "__ballot_sync", "__any_sync",      "__all_sync",
-                                      "mma",              "transpose_8x8"};
+                                      "mma"};
   return names[static_cast<int>(kind)];
 }
 
@@ -674,17 +674,6 @@ void multiply(Thread* lanes, bool bf16) {
     for (unsigned r = 0; r < 4; ++r) lanes[lane].d[r] += sum[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
 }
 
-// PTX ISA, movmatrix.m8n8.trans: lane l holds row l / 4, columns 2 (l % 4) and the next, and gets what the transposed
-// matrix has there.
-void transpose(Thread* lanes) {
-  uint16_t matrix[8][8];
-  for (unsigned lane = 0; lane < 32; ++lane)
-    for (unsigned half = 0; half < 2; ++half)
-      matrix[lane / 4][2 * (lane % 4) + half] = static_cast<uint16_t>(lanes[lane].value >> 16 * half);
-  for (unsigned lane = 0; lane < 32; ++lane)
-    lanes[lane].value = matrix[2 * (lane % 4)][lane / 4] | static_cast<uint64_t>(matrix[2 * (lane % 4) + 1][lane / 4]) << 16;
-}
-
 // The lane that a lane of a shuffle takes its value from. PTX ISA, shfl.sync: segments of `width` lanes; what lies
 // outside the segment gives the lane's own value, but for the plain shuffle, which wraps round.
 unsigned source_lane(const Thread& thread, unsigned lane) {
@@ -728,7 +717,6 @@ void complete(Thread* lanes, unsigned mask, Collective kind, bool bf16) {
     case Collective::kAny:
     case Collective::kAll: vote(lanes, mask, kind); break;
     case Collective::kMma: multiply(lanes, bf16); break;
-    case Collective::kTranspose: transpose(lanes); break;
     default: shuffle_lanes(lanes, mask);
   }
   for (unsigned lane = 0; lane < 32; ++lane)

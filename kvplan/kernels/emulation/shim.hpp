@@ -51,7 +51,7 @@ struct Place {  // of the thread that runs now
   uint3 thread;
 };
 
-enum class Collective : int { kSyncwarp, kShuffle, kShuffleXor, kShuffleUp, kShuffleDown, kBallot, kAny, kAll, kMma, kTranspose };
+enum class Collective : int { kSyncwarp, kShuffle, kShuffleXor, kShuffleUp, kShuffleDown, kBallot, kAny, kAll, kMma };
 
 using Run = void (*)(const void* function, const void* arguments);
 
@@ -191,7 +191,4 @@ inline void mma_m16n8k16_bf16(float d[4], const unsigned a[4], const unsigned b[
 }
 inline void mma_m16n8k16_f16(float d[4], const unsigned a[4], const unsigned b[2], kv_emulation::Site site = kv_emulation::Site::here()) {
   kv_emulation::warp_mma(d, a, b, false, site);
-}
-inline unsigned transpose_8x8(unsigned rows, kv_emulation::Site site = kv_emulation::Site::here()) {
-  return static_cast<unsigned>(kv_emulation::warp_collective(kv_emulation::Collective::kTranspose, 0xffffffffu, rows, 0, 32, site));
 }

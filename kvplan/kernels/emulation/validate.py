@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -48,16 +48,29 @@ class EmulatedResult:
     error: str | None = None
     tolerance: dict[str, float] = field(default_factory=dict)
 
+    def to_dict(self) -> dict[str, object]:
+        """The row for JSON, in which what is infinite is ``null``."""
+        row: dict[str, object] = {**vars(self), "tolerance": _finite(self.tolerance)}
+        return _finite(row)
+
+
+def _finite(row: Mapping[str, object]) -> dict[str, object]:
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in row.items()
+    }
+
 
 @dataclass(frozen=True)
 class Emulator:
-    """How problems are solved: which source (the shipped one, or a text in its place), and what watches.
+    """How problems are solved: which source (the shipped one, or a text in its place), its macros, and what watches.
 
     Building raises ``NoCompiler`` and ``BuildFailed``.
     """
 
     source: str | None = None
     sanitizer: Sanitizer = Sanitizer.NONE
+    defines: tuple[tuple[str, str], ...] = ()
     seed: int = 0
 
     def build(self, variants: Sequence[Variant]) -> Path:
@@ -65,7 +78,7 @@ class Emulator:
         merges = [merge_variant(one) for one in variants if one.kernel in {"split", "mma"}]
         needed = list(dict.fromkeys([*variants, *merges]))
         text = (self.source or kernel_source()) + "\n" + "".join(one.instance for one in needed)
-        named = Source("paged_attention.cu", text, tuple(one.name for one in needed))
+        named = Source("paged_attention.cu", text, tuple(one.name for one in needed), self.defines)
         return executable([named], self.sanitizer)
 
     def attend(

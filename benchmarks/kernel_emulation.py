@@ -1,0 +1,170 @@
+"""The kernels in emulation: every variant on every case, sanitizers, traffic and the emulator's speed. No GPU is used.
+
+Usage: python benchmarks/kernel_emulation.py [--variants default|all] [--sanitizer none|address|thread] [--json]
+                                             [--traffic] [--speed]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import sys
+from collections import defaultdict
+from dataclasses import replace
+
+from kvplan.errors import KvplanError
+from kvplan.kernels.cases import CASES, Case, problem
+from kvplan.kernels.emulation.build import Sanitizer
+from kvplan.kernels.emulation.validate import EmulatedResult, Emulator, validate_emulated
+from kvplan.kernels.variants import Variant, all_variants, attention_variant, default_variants
+
+ATTENTION = ("naive", "split", "mma")
+KV = ("key_cache", "value_cache")
+#: ThreadSanitizer takes a second for each: of these the last is a merge.
+FOR_THREADS = ("uneven groups of 3", "shared blocks", "uneven splits")
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process and of those that it has waited for."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(one.ru_utime + one.ru_stime for one in used)
+
+
+def with_options(variants: list[Variant]) -> list[Variant]:
+    """The variants, and those of attention again with each option and with both."""
+    more = [
+        replace(one, alibi=alibi, soft_cap=soft_cap)
+        for alibi, soft_cap in ((True, False), (False, True), (True, True))
+        for one in variants
+        if one.kernel in ATTENTION and one.head_dim in {64, 80, 256}
+    ]
+    return [*variants, *more]
+
+
+def validated(which: str, sanitizer: Sanitizer) -> list[EmulatedResult]:
+    """The rows of all cases, with progress on standard error."""
+    variants = [*default_variants()] if which == "default" else with_options([*all_variants()])
+    cases = [one for one in CASES if sanitizer is not Sanitizer.THREAD or one.name in FOR_THREADS]
+
+    def tell(done: int, total: int, name: str) -> None:
+        if done % 100 == 0 or done == total:
+            print(f"\r{done} of {total} {name:60.60}", end="", file=sys.stderr, flush=True)
+
+    rows = validate_emulated(variants, cases, tell, emulator=Emulator(sanitizer=sanitizer))
+    print(file=sys.stderr)
+    return rows
+
+
+def print_summary(rows: list[EmulatedResult]) -> None:
+    """One line a kernel and formats, then what is wrong."""
+    groups: dict[tuple[str, str, str], list[EmulatedResult]] = defaultdict(list)
+    for row in rows:
+        groups[row.kernel, row.dtype, row.kv_cache_dtype].append(row)
+    print(
+        f"{'kernel':18} {'dtype':9} {'cache':9} {'variants':>8} {'cases':>6} {'rel. error':>10} {'of tolerance':>12}"
+    )
+    for (kernel, dtype, stored), found in sorted(groups.items()):
+        relative = max(row.max_rel_error for row in found)
+        used = max(row.tolerance.get("used", 0.0) for row in found)
+        names = {row.variant for row in found}
+        print(f"{kernel:18} {dtype:9} {stored:9} {len(names):8} {len(found):6} {relative:10.1e} {used:12.2f}")
+    wrong = [row for row in rows if not row.valid]
+    for row in wrong[:20]:
+        print(f"WRONG {row.variant}, {row.case}: {row.error or row.tolerance}")
+    print(f"{len(rows) - len(wrong)} of {len(rows)} valid")
+
+
+def traffic() -> list[dict[str, object]]:
+    """What each kernel asks of K and V for 2 requests of 1,000 and 24 tokens, 8 query heads on 2 KV heads."""
+    rows = []
+    case = Case("traffic", (1000, 24), group=4, num_kv_heads=2)
+    for kernel, dtype, stored, head_dim in (
+        ("naive", "bfloat16", "auto", 128),
+        ("naive", "float32", "auto", 128),
+        ("split", "bfloat16", "auto", 128),
+        ("split", "bfloat16", "auto", 80),
+        ("split", "float32", "auto", 128),
+        ("mma", "bfloat16", "auto", 128),
+        ("mma", "bfloat16", "fp8", 128),
+        ("mma", "float16", "auto", 64),
+    ):
+        variant = attention_variant(kernel, head_dim=head_dim, group=4, dtype=dtype, kv_cache_dtype=stored)
+        emulator, posed = Emulator(), problem(variant, case)
+        log = emulator.attend(emulator.build([variant]), posed, traffic=True).traffic
+        if log is None:
+            raise RuntimeError(f"{variant.name} gave no traffic")
+        rows.append(
+            {
+                "variant": variant.name,
+                "kv_bytes": posed.live_bytes,
+                "sector_efficiency": log.sector_efficiency(KV),
+                "distinct_over_minimum": log.distinct(KV) / posed.live_bytes,
+                "requested_over_minimum": log.requested_bytes(KV) / posed.live_bytes,
+            }
+        )
+    return rows
+
+
+def speed(repeats: int = 3) -> list[dict[str, object]]:
+    """Keys times query heads that the emulator gets through in a CPU second, for 2 requests of 1,024 tokens."""
+    rows = []
+    for kernel, dtype, group in (
+        ("naive", "float32", 4),
+        ("split", "float32", 4),
+        ("split", "bfloat16", 8),
+        ("mma", "bfloat16", 8),
+        ("mma", "bfloat16", 16),
+    ):
+        variant = attention_variant(kernel, head_dim=128, group=group, dtype=dtype)
+        emulator, posed = Emulator(), problem(variant, Case("speed", (1024, 1024), group=group))
+        start = cpu_s()
+        program = emulator.build([variant])
+        built, least = cpu_s() - start, math.inf
+        for _ in range(repeats):
+            start = cpu_s()
+            emulator.attend(program, posed)
+            least = min(least, cpu_s() - start)
+        work = 2 * 1024 * 2 * group
+        rows.append({"variant": variant.name, "build_cpu_s": built, "key_heads_per_cpu_s": work / least})
+    return rows
+
+
+def main() -> int:
+    """Do what is asked and print it."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variants", choices=["default", "all"], default="default")
+    parser.add_argument("--sanitizer", choices=[one.value for one in Sanitizer], default="none")
+    parser.add_argument("--traffic", action="store_true")
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    if arguments.traffic or arguments.speed:
+        found = traffic() if arguments.traffic else speed()
+        if arguments.json:
+            print(json.dumps(found))
+        else:
+            for line in found:
+                print(
+                    "  ".join(
+                        f"{key} {value:.4g}" if isinstance(value, float) else f"{value}"
+                        for key, value in line.items()
+                    )
+                )
+        return 0
+    start = cpu_s()
+    rows = validated(arguments.variants, Sanitizer(arguments.sanitizer))
+    if arguments.json:
+        print(json.dumps([row.to_dict() for row in rows]))
+    else:
+        print_summary(rows)
+        print(f"{cpu_s() - start:.0f} CPU seconds, building included")
+    return int(not all(row.valid for row in rows))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KvplanError as error:
+        sys.exit(f"{error}\n{error.hint or ''}")
