@@ -147,7 +147,9 @@ def draw_bandwidths(path: Path, results: Sequence[KernelResult]) -> None:
         if share is not None and row.bytes_moved is not None:
             lines.setdefault(f"{row.kernel}, {row.kv_cache_dtype}", []).append((row.bytes_moved, 100 * share))
     if not lines:
-        raise InputError("nothing was timed", where=str(path), hint="a picture needs a GPU, and no --validate-only")
+        raise InputError(
+            "nothing was timed", where=str(path), hint="a picture needs a GPU, and no --validate-only"
+        )
     for (label, points), mark in zip(sorted(lines.items()), cycle("osD^v"), strict=False):
         across, up = zip(*sorted(points), strict=True)
         panel.plot(across, up, f"{mark}-", label=label)

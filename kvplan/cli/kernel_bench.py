@@ -99,8 +99,6 @@ def kernel_bench(
         check_output_paths({"--picture": picture}, sources=[path for path in (model, models) if path])
         check_picture(picture, "--picture")
     result = kernel_bench_with(options, _progress())
-    for warning in result.warnings:
-        shared.warn(warning)
     if json:
         shared.print_json(result.to_dict())
     else:
@@ -108,12 +106,14 @@ def kernel_bench(
         from kvplan.report.tables import Screen
 
         print_kernel_bench(Screen(), result)
-    if picture is not None:
+    if picture is not None and not result.is_partial:
         from kvplan.output import whole_path
         from kvplan.plots import draw_bandwidths
 
         with whole_path(picture) as path:
             draw_bandwidths(path, result.results)
+    if result.is_partial:
+        raise typer.Exit(130)
     if not result.is_good:
         raise typer.Exit(1)
 

@@ -7,52 +7,32 @@ Without one ``compile`` has NVRTC compile them and says what they take, and ``em
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvplan.errors import InputError, unknown_name
+from kvplan.kernels.shape import Shape
 
 if TYPE_CHECKING:
+    from kvplan.core.model import ModelSpec
+    from kvplan.kernels.cases import Case
     from kvplan.kernels.device import Device
+    from kvplan.kernels.nvrtc import Compiled
+    from kvplan.kernels.validate import CaseResult
     from kvplan.kernels.variants import Variant
 
 Mode = Literal["time", "validate", "compile", "emulate"]
 KERNELS = ("naive", "split", "mma")
-#: What `--against` may name, each with the package that must be importable.
-RIVALS = {"flashinfer": "flashinfer", "torch": "torch", "flash-attn": "flash_attn", "vllm": "vllm"}
+#: What `--against` may name.
+RIVALS = ("flashinfer", "torch", "flash-attn", "vllm")
 #: Products of a query head with a key that the emulator works off in a minute or two (0.1 to 0.3 million a second).
 MOST_EMULATED_PAIRS = 20_000_000
 
 Progress = Callable[[int, int, str], None]
 
 
-class Shape(NamedTuple):
-    """One layer's decode attention: ``batch`` sequences of ``seq`` tokens each; heads of ``head_dim`` elements."""
-
-    batch: int
-    seq: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    block_size: int
-    dtype: str
-    kv_cache_dtype: str
-
-    @property
-    def kv_bytes(self) -> int:
-        """Keys and values of all live tokens."""
-        return 2 * self.batch * self.seq * self.kv_heads * self.head_dim * _ELEMENT_BYTES[self.kv_cache_dtype]
-
-    @property
-    def bytes_moved(self) -> int:
-        """What the kernel has to read and write at least: keys, values, query, output and block table, once each."""
-        rows = 2 * self.batch * self.heads * self.head_dim * _ELEMENT_BYTES[self.dtype]
-        return self.kv_bytes + rows + 4 * self.batch * -(-self.seq // self.block_size)
-
-
-_ELEMENT_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8_e4m3": 1}
 _DTYPES = {"float": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -89,8 +69,14 @@ class KernelBenchOptions:
         asked = [name for name in ("validate_only", "compile_only", "emulate") if getattr(self, name)]
         if len(asked) > 1:
             flags = [f"--{name.replace('_', '-')}" for name in asked]
-            raise InputError(f"{' and '.join(flags)} exclude each other", where=flags[1], hint="give one of them")
-        modes: dict[str, Mode] = {"validate_only": "validate", "compile_only": "compile", "emulate": "emulate"}
+            raise InputError(
+                f"{' and '.join(flags)} exclude each other", where=flags[1], hint="give one of them"
+            )
+        modes: dict[str, Mode] = {
+            "validate_only": "validate",
+            "compile_only": "compile",
+            "emulate": "emulate",
+        }
         return modes[asked[0]] if asked else "time"
 
 
@@ -106,9 +92,9 @@ class Spread(NamedTuple):
 class KernelResult:
     """A kernel on a shape. Errors are against float64; those of a timed shape are of some of its sequences.
 
-    ``case`` names what was validated. What was not timed has None. ``copy_bytes_per_s`` counts bytes read and bytes
-    written, as the kernel's own rate does; ``bandwidth_share`` is of the datasheet's figure, ``copy_share`` of that
-    copy.
+    Kernels of other libraries are not validated: their ``valid`` is None. ``case`` names what was validated. What was
+    not timed has None. ``copy_bytes_per_s`` counts bytes read and bytes written, as the kernel's own rate does;
+    ``bandwidth_share`` is of the datasheet's figure, ``copy_share`` of that copy.
     """
 
     kernel: str
@@ -125,7 +111,7 @@ class KernelResult:
     max_abs_error: float | None
     max_rel_error: float | None
     tolerance: dict[str, float] | None
-    valid: bool
+    valid: bool | None
     error: str | None = None
     time_s: Spread | None = None
     bytes_moved: int | None = None
@@ -186,33 +172,40 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class KernelBenchResult:
-    """What `kernel-bench` found."""
+    """What `kernel-bench` found.
+
+    ``validation`` has the seeded cases that were tried before anything was timed; where nothing is timed they are the
+    ``results``. ``is_partial``: an interrupt ended it.
+    """
 
     mode: Mode
     device: Device | None
     results: tuple[KernelResult, ...] = ()
+    validation: tuple[KernelResult, ...] = ()
     compiled: tuple[CompiledKernel, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     step: StepTime | None = None
-    warnings: tuple[str, ...] = field(default=())
+    is_partial: bool = False
 
     @property
     def is_good(self) -> bool:
         """Whether every kernel is valid, or within its budget where it was compiled only."""
-        return all(row.valid for row in self.results) and all(row.is_good for row in self.compiled)
+        judged = (*self.results, *self.validation)
+        return all(row.valid is not False for row in judged) and all(row.is_good for row in self.compiled)
 
     def to_dict(self) -> dict[str, object]:
         """The JSON document without its version keys."""
         return {
             "mode": self.mode,
+            "status": "interrupted" if self.is_partial else "done",
             "device": None if self.device is None else self.device.to_dict(),
             "results": [row.to_dict() for row in self.results],
+            "validation": [row.to_dict() for row in self.validation],
             "compiled": [{**asdict(row), "within_budget": row.is_good} for row in self.compiled],
             "skipped": [row._asdict() for row in self.skipped],
             "step": None
             if self.step is None
             else {**asdict(self.step), "time_s": self.step.time_s._asdict()},
-            "warnings": list(self.warnings),
         }
 
 
@@ -257,10 +250,24 @@ def _check(options: KernelBenchOptions) -> None:
         raise InputError("--arch has no effect on a run", where="--arch", hint="give --compile-only")
     if options.against and options.mode != "time":
         raise InputError("--against compares times", where="--against", hint="leave it out")
-    if options.step and (options.model is None or options.mode != "time"):
+    if options.step:
+        _check_step(options)
+
+
+def _check_step(options: KernelBenchOptions) -> None:
+    if options.model is None or options.mode != "time":
         raise InputError(
             "--step times a step of a model", where="--step", hint="give --model, and no mode without a GPU"
         )
+    for name in ("heads", "kv_heads", "head_dim", "against"):
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise InputError(f"{flag} has no effect on a step", where=flag, hint="leave it out")
+    for name in ("batch", "seq", "block_size", "dtype", "kv_cache_dtype", "kernel"):
+        if len(getattr(options, name)) > 1:
+            raise InputError(
+                "a step has one shape", where=f"--{name.replace('_', '-')}", hint="give one value"
+            )
 
 
 def shapes_of(options: KernelBenchOptions) -> tuple[Shape, ...]:
@@ -324,33 +331,119 @@ def _sound(shape: Shape) -> Shape:
     return shape
 
 
-def _of_model(options: KernelBenchOptions) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Heads, KV heads and head sizes of a model's attention on one rank, of its most common kind of layer."""
-    from kvplan.config import load_model
-    from kvplan.core.kv_cache import FullAttention, SlidingWindow
+class LayerKind(NamedTuple):
+    """Attention layers of a model that are alike, on one rank. ``window`` is 0 for none."""
 
-    assert options.model is not None, "the caller asks"
-    catalogue = Path(options.models) if options.models is not None else None
-    spec = load_model(options.model, catalogue=catalogue, where="--model")
-    kinds = [
-        (layers, cache) for cache, layers in spec.attention if isinstance(cache, FullAttention | SlidingWindow)
-    ]
-    if not kinds:
-        named = ", ".join(dict.fromkeys(cache.kind for cache, _ in spec.attention))
-        raise InputError(
-            f"{spec.name} keeps its tokens as {named}",
-            where="--model",
-            hint="the kernels are for keys and values of heads; give --heads, --kv-heads and --head-dim",
-        )
-    _, cache = max(kinds, key=lambda kind: kind[0])
-    tp = options.tensor_parallel_size
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    layers: int
+
+
+def _layer_kinds(options: KernelBenchOptions) -> list[LayerKind]:
+    """The model's layers whose keys and values are of heads. Raises `InputError` where there are none."""
+    from kvplan.core.kv_cache import FullAttention, SlidingWindow, kv_heads_per_rank
+
+    spec, tp = _load(options), options.tensor_parallel_size
     if spec.num_heads % tp:
         raise InputError(
             f"{spec.num_heads} query heads cannot be split over {tp} ranks",
             where="--tensor-parallel-size",
             hint="give a divisor",
         )
-    return (spec.num_heads // tp,), (max(1, cache.num_kv_heads // tp),), (cache.head_dim,)
+    kinds = [
+        LayerKind(
+            spec.num_heads // tp,
+            kv_heads_per_rank(cache.num_kv_heads, tp),
+            cache.head_dim,
+            cache.window or 0,
+            layers,
+        )
+        for cache, layers in spec.attention
+        if isinstance(cache, FullAttention | SlidingWindow)
+    ]
+    if not kinds or (options.step and len(kinds) < len(spec.attention)):
+        named = ", ".join(dict.fromkeys(cache.kind for cache, _ in spec.attention))
+        raise InputError(
+            f"{spec.name} keeps its tokens as {named}",
+            where="--model",
+            hint="the kernels are for keys and values of heads; give --heads, --kv-heads and --head-dim",
+        )
+    return kinds
+
+
+def _load(options: KernelBenchOptions) -> ModelSpec:
+    from kvplan.config import load_model
+
+    assert options.model is not None, "the caller asks"
+    catalogue = Path(options.models) if options.models is not None else None
+    return load_model(options.model, catalogue=catalogue, where="--model")
+
+
+def _of_model(options: KernelBenchOptions) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    """Heads, KV heads and head sizes of a model's most common kind of attention layer."""
+    kind = max(_layer_kinds(options), key=lambda kind: kind.layers)
+    return (kind.heads,), (kind.kv_heads,), (kind.head_dim,)
+
+
+class StepLayers(NamedTuple):
+    """Layers of a step that are alike: the shape of one, its window (0 for none), and how many they are."""
+
+    shape: Shape
+    window: int
+    layers: int
+
+    @property
+    def bytes_moved(self) -> int:
+        """By one of them at least; a window leaves most of the keys and values out."""
+        whole = self.shape.bytes_moved
+        if not self.window:
+            return whole
+        attended = min(self.window, self.shape.seq)
+        return whole - self.shape.kv_bytes + self.shape.kv_bytes // self.shape.seq * attended
+
+
+def step_layers(options: KernelBenchOptions) -> list[StepLayers]:
+    """The attention layers of a decode step of the model. Raises `InputError`."""
+    template = shapes_of(options)[0]
+    found = []
+    for kind in _layer_kinds(options):
+        shape = template._replace(heads=kind.heads, kv_heads=kind.kv_heads, head_dim=kind.head_dim)
+        found.append(StepLayers(_sound(shape), kind.window, kind.layers))
+    return found
+
+
+def predicted_step_s(options: KernelBenchOptions, gpu_name: str | None) -> float | None:
+    """What the model of step times says of the same: reading keys and values, or computing with them.
+
+    None where the GPU is not in the catalogue, or its rates are not.
+    """
+    if gpu_name is None:
+        return None
+    from kvplan.config import load_gpu
+    from kvplan.core.engine import StepWork
+    from kvplan.options import Resolver, SizeOptions
+    from kvplan.serving import serve
+    from kvplan.step_time import latency_model
+
+    spec, gpu, shape = _load(options), load_gpu(gpu_name), shapes_of(options)[0]
+    if gpu.bandwidth_bytes_per_s is None or gpu.flops_fp16 is None:
+        return None
+    fp8 = shape.kv_cache_dtype == "fp8_e4m3"
+    settings = SizeOptions.of(
+        {
+            "gpu": gpu.name,
+            "tensor_parallel_size": options.tensor_parallel_size,
+            "dtype": shape.dtype,
+            "kv_cache_dtype": "fp8" if fp8 else "auto",
+        }
+    )
+    served = serve(spec, Resolver(settings), gpu=gpu, gpu_count=options.tensor_parallel_size)
+    cost, _ = latency_model(served)
+    work = StepWork(decodes=shape.batch, decode_context=shape.batch * shape.seq, sampled=shape.batch)
+    terms = [stage.terms(work) for stage in cost.stages]
+    return sum(term["kv_bandwidth_share"] + term["attention_flops_share"] for term in terms)
 
 
 def variants_of(
@@ -380,7 +473,7 @@ def variants_of(
     return pairs, list(dict.fromkeys(skipped))
 
 
-def _with_companions(pairs: Sequence[tuple[Shape, Variant]]) -> Iterator[Variant]:
+def with_companions(pairs: Sequence[tuple[Shape, Variant]]) -> Iterator[Variant]:
     """The kernels of the shapes, and what merges their parts and writes their caches."""
     from kvplan.kernels.variants import Variant, merge_variant
 
@@ -406,36 +499,46 @@ def _compile(
                 hint=f"there are {', '.join(map(str, known))}",
             )
     pairs, skipped = variants_of(options, shapes)
-    variants = list(dict.fromkeys(_with_companions(pairs)))
-    todo = [(variant, arch) for arch in options.arch or known for variant in variants if variant.runs_on(arch)]
-    rows = []
-    for number, (variant, arch) in enumerate(todo):
-        if progress is not None:
-            progress(number, len(todo), f"{variant.name} for sm_{arch}")
-        compiled = compile_variant(variant, arch)
-        rows.append(
-            CompiledKernel(
-                variant.kernel,
-                variant.name,
-                arch,
-                compiled.registers,
-                variant.register_budget,
-                compiled.spill_bytes,
-                compiled.stack_bytes,
-                compiled.static_shared_bytes + variant.shared_bytes(),
-                len(compiled.cubin),
-                compiled.compiler,
-            )
-        )
-    return KernelBenchResult("compile", None, compiled=tuple(rows), skipped=tuple(skipped))
+    variants = list(dict.fromkeys(with_companions(pairs)))
+    todo = [
+        (variant, arch) for arch in options.arch or known for variant in variants if variant.runs_on(arch)
+    ]
+    rows: list[CompiledKernel] = []
+    is_partial = False
+    try:
+        for number, (variant, arch) in enumerate(todo):
+            if progress is not None:
+                progress(number, len(todo), f"{variant.name} for sm_{arch}")
+            rows.append(_compiled_row(compile_variant(variant, arch)))
+    except KeyboardInterrupt:
+        is_partial = True
+    return KernelBenchResult(
+        "compile", None, compiled=tuple(rows), skipped=tuple(skipped), is_partial=is_partial
+    )
+
+
+def _compiled_row(compiled: Compiled) -> CompiledKernel:
+    variant = compiled.variant
+    return CompiledKernel(
+        variant.kernel,
+        variant.name,
+        compiled.architecture,
+        compiled.registers,
+        variant.register_budget,
+        compiled.spill_bytes,
+        compiled.stack_bytes,
+        compiled.static_shared_bytes + variant.shared_bytes(),
+        len(compiled.cubin),
+        compiled.compiler,
+    )
 
 
 def _emulate(
     options: KernelBenchOptions, shapes: Sequence[Shape], progress: Progress | None
 ) -> KernelBenchResult:
     """Every kernel on the fixed cases, or, where a batch or a length was given, on the shapes themselves."""
-    from kvplan.kernels.cases import CASES, Case
-    from kvplan.kernels.emulation.validate import validate_emulated
+    from kvplan.kernels.cases import CASES
+    from kvplan.kernels.validate import validate
 
     pairs, skipped = variants_of(options, shapes)
     if options.batch or options.seq:
@@ -446,48 +549,56 @@ def _emulate(
                 where="--emulate",
                 hint=f"give a smaller --batch or --seq: at most {MOST_EMULATED_PAIRS:,}",
             )
-        jobs = [
-            (
-                variant,
-                Case(
-                    "as asked",
-                    (shape.seq,) * shape.batch,
-                    group=shape.heads // shape.kv_heads,
-                    num_kv_heads=shape.kv_heads,
-                    block_size=shape.block_size,
-                ),
-            )
-            for shape, variant in pairs
+        tasks: list[tuple[list[Variant], Sequence[Case]]] = [
+            ([variant], [_case_of(shape)]) for shape, variant in pairs
         ]
-        emulated = [row for variant, case in jobs for row in validate_emulated([variant], [case], progress)]
     else:
-        emulated = validate_emulated(
-            [v for v in dict.fromkeys(_with_companions(pairs)) if v.kernel != "merge"], CASES, progress
-        )
-    results = tuple(
-        KernelResult(
-            kernel=row.kernel,
-            variant=row.variant,
-            case=row.case,
-            batch=row.batch,
-            seq=row.seq,
-            heads=row.heads,
-            kv_heads=row.kv_heads,
-            head_dim=row.head_dim,
-            block_size=row.block_size,
-            dtype=row.dtype,
-            kv_cache_dtype=row.kv_cache_dtype,
-            max_abs_error=_finite(row.max_abs_error),
-            max_rel_error=_finite(row.max_rel_error),
-            tolerance=dict(row.tolerance) or None,
-            valid=row.valid,
-            error=row.error,
-        )
-        for row in emulated
+        tasks = [(list(dict.fromkeys(with_companions(pairs))), CASES)]
+    results: list[KernelResult] = []
+    is_partial = False
+    try:
+        for variants, cases in tasks:
+            results += map(case_row, validate(variants, cases, progress))
+    except KeyboardInterrupt:
+        is_partial = True
+    return KernelBenchResult("emulate", None, tuple(results), skipped=tuple(skipped), is_partial=is_partial)
+
+
+def _case_of(shape: Shape) -> Case:
+    from kvplan.kernels.cases import Case
+
+    return Case(
+        "as asked",
+        (shape.seq,) * shape.batch,
+        group=shape.group,
+        num_kv_heads=shape.kv_heads,
+        block_size=shape.block_size,
     )
-    return KernelBenchResult("emulate", None, results, skipped=tuple(skipped))
 
 
-def _finite(error: float) -> float | None:
+def case_row(found: CaseResult) -> KernelResult:
+    """What a variant gave for a case, as a row of the results."""
+    return KernelResult(
+        kernel=found.kernel,
+        variant=found.variant,
+        case=found.case,
+        batch=found.batch,
+        seq=found.seq,
+        heads=found.heads,
+        kv_heads=found.kv_heads,
+        head_dim=found.head_dim,
+        block_size=found.block_size,
+        dtype=found.dtype,
+        kv_cache_dtype=found.kv_cache_dtype,
+        max_abs_error=finite(found.max_abs_error),
+        max_rel_error=finite(found.max_rel_error),
+        tolerance={name: value for name, value in found.tolerance.items() if finite(value) is not None}
+        or None,
+        valid=found.valid,
+        error=found.error,
+    )
+
+
+def finite(error: float) -> float | None:
     """None where no number came out."""
     return error if error < float("inf") else None

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvplan.jobs.kernel_bench import CompiledKernel, KernelBenchResult, KernelResult, StepTime
 
 _BAR_CELLS = 40
+_VALID = {True: "yes", False: "NO", None: "-"}
 
 
 def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
@@ -31,13 +32,17 @@ def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
         _print_step(screen, result.step)
     for skipped in result.skipped:
         screen.say(f"left out: {literal(skipped.what)}: {literal(skipped.reason)}")
-    wrong = [row for row in result.results if not row.valid]
+    judged = [row for row in (*result.results, *result.validation) if row.valid is not None]
+    wrong = [row for row in judged if not row.valid]
     for row in wrong:
         what = literal(row.error or _off(row))
         screen.say(f"{row.variant} is wrong on {literal(row.case)}: {what}", style="bold red")
-    if result.results:
-        right = len(result.results) - len(wrong)
-        screen.say(f"{right:,} of {counted(len(result.results), 'result')} valid, against float64")
+    if judged:
+        screen.say(f"{len(judged) - len(wrong):,} of {counted(len(judged), 'result')} valid, against float64")
+    if any(row.valid is None for row in result.results):
+        screen.say("what other libraries compute was not validated: their rows are times alone")
+    if result.is_partial:
+        screen.say("interrupted: this is what was finished")
 
 
 def _headline(result: KernelBenchResult) -> str:
@@ -75,7 +80,7 @@ def _print_validated(screen: Screen, rows: Sequence[KernelResult]) -> None:
     for variant in dict.fromkeys(row.variant for row in rows):
         own = [row for row in rows if row.variant == variant]
         worst = max(own, key=lambda row: float("inf") if not row.valid else _used(row))
-        valid = sum(row.valid for row in own)
+        valid = sum(row.valid is True for row in own)
         table.add_row(
             variant.removeprefix("kvplan_"),
             str(len(own)),
@@ -93,13 +98,13 @@ def _print_timed(screen: Screen, rows: Sequence[KernelResult]) -> None:
         table.add_row(
             f"{row.kernel} {row.kv_cache_dtype}",
             f"{row.batch}x{row.seq} {row.heads}/{row.kv_heads}x{row.head_dim} b{row.block_size}",
-            format_bytes(row.bytes_moved),
+            "-" if row.bytes_moved is None else format_bytes(row.bytes_moved),
             format_seconds(None if row.time_s is None else row.time_s.p50),
             format_seconds(None if row.time_s is None else row.time_s.p90),
             "-" if row.achieved_bytes_per_s is None else f"{row.achieved_bytes_per_s / 1e9:,.0f} GB/s",
             format_share(row.bandwidth_share),
             format_share(row.copy_share),
-            Text("yes" if row.valid else "NO", style="" if row.valid else "bold red"),
+            Text(_VALID[row.valid], style="bold red" if row.valid is False else ""),
         )
     screen.show(table)
     copies = {row.copy_bytes_per_s for row in rows if row.copy_bytes_per_s is not None}
