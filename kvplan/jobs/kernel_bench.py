@@ -120,6 +120,11 @@ class KernelResult:
     bandwidth_share: float | None = None
     copy_share: float | None = None
 
+    @property
+    def shape(self) -> Shape:
+        """What it ran on."""
+        return Shape(*(getattr(self, name) for name in Shape._fields))
+
     def to_dict(self) -> dict[str, object]:
         """A row of ``results``."""
         return {**asdict(self), "time_s": None if self.time_s is None else self.time_s._asdict()}

@@ -93,28 +93,38 @@ def _print_validated(screen: Screen, rows: Sequence[KernelResult]) -> None:
 
 
 def _print_timed(screen: Screen, rows: Sequence[KernelResult]) -> None:
-    table = new_table("kernel", "shape", "KV", "p50", "p90", "achieved", "of datasheet", "of copy", "valid")
-    for row in rows:
-        table.add_row(
-            f"{row.kernel} {row.kv_cache_dtype}",
-            f"{row.batch}x{row.seq} {row.heads}/{row.kv_heads}x{row.head_dim} b{row.block_size}",
-            "-" if row.bytes_moved is None else format_bytes(row.bytes_moved),
-            format_seconds(None if row.time_s is None else row.time_s.p50),
-            format_seconds(None if row.time_s is None else row.time_s.p90),
-            "-" if row.achieved_bytes_per_s is None else f"{row.achieved_bytes_per_s / 1e9:,.0f} GB/s",
-            format_share(row.bandwidth_share),
-            format_share(row.copy_share),
-            Text(_VALID[row.valid], style="bold red" if row.valid is False else ""),
-        )
-    screen.show(table)
-    copies = {row.copy_bytes_per_s for row in rows if row.copy_bytes_per_s is not None}
-    for copy in sorted(copies):
+    """A table a shape, then all that was achieved as bars, by the bytes that have to be moved."""
+    for shape in dict.fromkeys(row.shape for row in rows):
+        moved = f"{shape}; at least {format_bytes(shape.bytes_moved)} moved"
+        screen.say(moved)
+        table = new_table("kernel", "p10", "p50", "p90", "achieved", "datasheet", "copy", "valid")
+        for row in rows:
+            if row.shape == shape:
+                table.add_row(row.kernel, *_timed_cells(row))
+        screen.show(table)
+    for copy in sorted({row.copy_bytes_per_s for row in rows if row.copy_bytes_per_s is not None}):
         screen.say(f"a plain copy in this GPU's memory: {copy / 1e9:,.0f} GB/s, read and written counted")
-    for row in rows:
-        share = row.bandwidth_share if row.bandwidth_share is not None else row.copy_share
-        if share is not None:
+    for row in sorted(rows, key=lambda row: row.bytes_moved or 0):
+        share, of = row.bandwidth_share, "datasheet"
+        if share is None:
+            share, of = row.copy_share, "copy"
+        if share is not None and row.bytes_moved is not None:
             cells = "█" * round(_BAR_CELLS * min(share, 1))
-            screen.say(f"{cells:░<{_BAR_CELLS}} {row.kernel} {row.kv_cache_dtype} {row.batch}x{row.seq}")
+            what = f"{row.kernel}, {format_bytes(row.bytes_moved)}"
+            screen.say(f"{cells:░<{_BAR_CELLS}} {format_share(share)} of {of}: {what}")
+
+
+def _timed_cells(row: KernelResult) -> list[str | Text]:
+    spread = row.time_s
+    times = (None, None, None) if spread is None else spread
+    achieved = row.achieved_bytes_per_s
+    return [
+        *map(format_seconds, times),
+        "-" if achieved is None else f"{achieved / 1e9:,.0f} GB/s",
+        format_share(row.bandwidth_share),
+        format_share(row.copy_share),
+        Text(_VALID[row.valid], style="bold red" if row.valid is False else ""),
+    ]
 
 
 def _print_step(screen: Screen, step: StepTime) -> None:
