@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
@@ -249,6 +251,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with tempfile.TemporaryDirectory() as builds:  # nobody wants them again
+            os.environ["XDG_CACHE_HOME"] = builds
+            sys.exit(main())
     except KvplanError as error:
         sys.exit(f"{error}\n{error.hint or ''}")

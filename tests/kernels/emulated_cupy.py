@@ -284,7 +284,9 @@ def emulated_cupy(gpu: Gpu) -> dict[str, ModuleType]:
         getDevice=lambda: 0,
         getDeviceProperties=lambda number: gpu.properties,
         memGetInfo=lambda: (gpu.free_bytes, gpu.memory_bytes),
-        deviceSynchronize=lambda: None,
+        memcpyDeviceToHost=2,
+        memcpyHostToDevice=1,
+        memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
     )
     vars(cuda).update(
         nvrtc=nvrtc,
