@@ -86,13 +86,12 @@ def test_what_is_installed_here_is_found_or_named() -> None:
     """With the real CuPy, whatever this machine has."""
     pytest.importorskip("cupy", reason="CuPy is not installed")
     find_device.cache_clear()
+    found: object = None
     try:
-        device = find_device()
+        found = find_device().arch
     except CudaMissing as error:
-        assert error.lack in {"nvrtc", "driver", "cupy", "device"}
-        assert error.hint
-    else:
-        assert device.arch >= 50
+        found = error.lack
+    assert found in {"nvrtc", "driver", "cupy", "device"} or (isinstance(found, int) and found >= 50)
 
 
 def test_a_gpu_that_the_catalogue_does_not_have_is_told_by_its_clock() -> None:
