@@ -18,7 +18,7 @@ import time
 from dataclasses import dataclass
 
 from kvplan.errors import KvplanError
-from kvplan.kernels.emulation.validate import Emulator, validate_emulated
+from kvplan.kernels.validate import Emulator, validate
 from kvplan.kernels.variants import Variant, attention_variant, kernel_source
 
 NAIVE = attention_variant("naive", head_dim=64, group=1, dtype="float32", alibi=True, soft_cap=True)
@@ -215,7 +215,7 @@ def noticed_by(mutation: Mutation) -> str | None:
     """The first thing that goes wrong, or nothing."""
     emulator = Emulator(mutated(mutation, kernel_source()))
     for variant in mutation.variants:
-        for row in validate_emulated([variant], emulator=emulator):
+        for row in validate([variant], solver=emulator):
             if not row.valid:
                 share = row.tolerance.get("used")
                 said = row.error or f"error of {share:.3g} times the tolerance"

@@ -17,8 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.errors import InputError
+from kvplan.kernels.device import Device, find_device
 from kvplan.kernels.number_formats import number_format
-from kvplan.kernels.nvrtc import CudaMissing, compile_variant
+from kvplan.kernels.nvrtc import compile_variant
 from kvplan.kernels.params import CopyBlocksParams, PagedAttentionParams, ReshapeAndCacheParams
 from kvplan.kernels.plan import WorkPlan, plan
 from kvplan.kernels.variants import BLOCK_SIZES, THREADS, Variant, merge_variant
@@ -32,41 +33,6 @@ _SHARED_WITHOUT_ASKING = 48 * 1024
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES (cuda.h).
 _MOST_DYNAMIC_SHARED = 8
 _MOST_ROWS = 1 << 32
-
-
-@dataclass(frozen=True)
-class Device:
-    """The GPU in use: ``architecture`` is its compute capability x 10, ``shared_bytes`` what a block can ask for."""
-
-    name: str
-    architecture: int
-    num_sms: int
-    shared_bytes: int
-
-
-def current_device() -> Device:
-    """The GPU that CuPy uses. Raises ``CudaMissing``: no CuPy, no driver, no device."""
-    try:
-        import cupy
-    except ImportError as error:
-        raise CudaMissing(
-            "cupy",
-            "CuPy is not installed" if error.name == "cupy" else f"CuPy does not load: {error}",
-            hint="pip install 'kvplan[cuda13]' (or cuda12, for drivers older than 580)",
-        ) from error
-    runtime = cupy.cuda.runtime
-    if not cupy.cuda.is_available():
-        if runtime.driverGetVersion() == 0:
-            raise CudaMissing("driver", "there is no NVIDIA driver", hint="install the driver of the GPU")
-        raise CudaMissing("device", "the NVIDIA driver finds no GPU", hint="nvidia-smi lists what it finds")
-    device = cupy.cuda.Device()
-    shown = runtime.getDeviceProperties(device.id)
-    return Device(
-        name=shown["name"].decode(),
-        architecture=int(device.compute_capability),
-        num_sms=int(shown["multiProcessorCount"]),
-        shared_bytes=int(shown["sharedMemPerBlockOptin"]),
-    )
 
 
 @dataclass(frozen=True)
@@ -106,7 +72,7 @@ class Attention:
     chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        device = current_device()
+        device = find_device()
         requests, heads, head_dim = self.query.shape
         kv_heads, block_size, geometry = _geometry(self.cache, self.variant)
         if head_dim != self.variant.head_dim:
@@ -144,18 +110,18 @@ class Attention:
             soft_cap=self.soft_cap,
             **geometry,
         )
-        self._attend = _function(self.variant, device.architecture)
+        self._attend = load_function(self.variant, device.arch)
         self._requests, self._heads = requests, heads
         self.work: WorkPlan | None = None
         if self.variant.kernel == "naive":
-            _allow_shared(self._attend, self.variant.shared_bytes(self._longest), device)
+            allow_shared(self._attend, self.variant.shared_bytes(self._longest), device)
         else:
             self._add_plan(device, kv_heads)
 
     def _add_plan(self, device: Device, kv_heads: int) -> None:
         import cupy
 
-        _allow_shared(self._attend, self.variant.shared_bytes(), device)
+        allow_shared(self._attend, self.variant.shared_bytes(), device)
         self.work = plan(
             self.host_context_lens,
             num_heads=self._heads,
@@ -175,17 +141,17 @@ class Attention:
         names = ("work_items", "merge_items", "partial_output", "partial_lse")
         for name, array in zip(names, self._kept, strict=True):
             setattr(self._arguments, name, array.data.ptr)
-        self._merge = _function(merge_variant(self.variant), device.architecture)
+        self._merge = load_function(merge_variant(self.variant), device.arch)
 
     def run(self) -> None:
         """Queue the launches on CuPy's current stream: attention, and the merge if requests are split."""
         if self.work is None:
             grid = (self._heads, self._requests)
-            _launch(self._attend, grid, self._arguments, self.variant.shared_bytes(self._longest))
+            launch(self._attend, grid, self._arguments, self.variant.shared_bytes(self._longest))
             return
-        _launch(self._attend, (len(self.work.work_items), 1), self._arguments, self.variant.shared_bytes())
+        launch(self._attend, (len(self.work.work_items), 1), self._arguments, self.variant.shared_bytes())
         if self.work.num_partials:
-            _launch(self._merge, (self._heads, len(self.work.merge_items)), self._arguments, 0)
+            launch(self._merge, (self._heads, len(self.work.merge_items)), self._arguments, 0)
 
 
 def reshape_and_cache(
@@ -218,7 +184,7 @@ def reshape_and_cache(
         **geometry,
     )
     if len(key):
-        _launch(_function(variant, current_device().architecture), (len(key), 1), arguments, 0)
+        launch(load_function(variant, find_device().arch), (len(key), 1), arguments, 0)
 
 
 def checked_pairs(pairs: Sequence[tuple[int, int]], num_blocks: int) -> NDArray[np.int64]:
@@ -254,8 +220,8 @@ def copy_blocks(caches: Sequence[Cache], pairs: Sequence[tuple[int, int]]) -> No
         cupy.asarray(table),
     ]
     arguments = CopyBlocksParams(*(array.data.ptr for array in on_device), block_bytes=block_bytes)
-    function = _function(Variant("copy_blocks"), current_device().architecture)
-    _launch(function, (len(table), len(caches)), arguments, 0)
+    function = load_function(Variant("copy_blocks"), find_device().arch)
+    launch(function, (len(table), len(caches)), arguments, 0)
 
 
 def runs_of_blocks(pairs: NDArray[np.int64]) -> list[tuple[int, int, int]]:
@@ -343,7 +309,7 @@ def _address(array: DeviceArray | None) -> int:
 
 
 @cache
-def _function(variant: Variant, architecture: int) -> Any:
+def load_function(variant: Variant, architecture: int) -> Any:
     """The variant loaded for the device's architecture; kept as long as the process."""
     import cupy
 
@@ -352,10 +318,12 @@ def _function(variant: Variant, architecture: int) -> Any:
     return module.get_function(variant.name)
 
 
-def _allow_shared(function: Any, shared_bytes: int, device: Device) -> None:
-    if shared_bytes > device.shared_bytes:
+def allow_shared(function: Any, shared_bytes: int, device: Device) -> None:
+    """Let a function have so much dynamic shared memory. Raises ``InputError`` where the device has less."""
+    if shared_bytes > device.shared_memory_per_block_bytes:
         raise InputError(
-            f"the kernel needs {shared_bytes} bytes of shared memory, {device.name} has {device.shared_bytes}",
+            f"the kernel needs {shared_bytes} bytes of shared memory, {device.name} has "
+            f"{device.shared_memory_per_block_bytes}",
             hint="the naive kernel keeps a score for each token there: use split or mma",
         )
     if shared_bytes > _SHARED_WITHOUT_ASKING:
@@ -364,7 +332,8 @@ def _allow_shared(function: Any, shared_bytes: int, device: Device) -> None:
         driver.funcSetAttribute(function.ptr, _MOST_DYNAMIC_SHARED, shared_bytes)
 
 
-def _launch(function: Any, grid: tuple[int, int], arguments: ctypes.Structure, shared_bytes: int) -> None:
+def launch(function: Any, grid: tuple[int, int], arguments: ctypes.Structure, shared_bytes: int) -> None:
+    """Queue a kernel on CuPy's current stream."""
     # CuPy passes a NumPy array of one element by value, whatever the element.
     packed = np.frombuffer(bytes(arguments), dtype=np.dtype((np.void, ctypes.sizeof(arguments)))).copy()
     function((*grid, 1), (THREADS, 1, 1), (packed,), shared_mem=shared_bytes)
