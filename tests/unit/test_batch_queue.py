@@ -1,4 +1,4 @@
-"""The clock with batches in flight, by hand: when tokens come, when clients that go away are let go, what is told of it."""
+"""The clock with batches in flight, by hand: when tokens come, when clients are let go, what is told of it."""
 
 from __future__ import annotations
 
