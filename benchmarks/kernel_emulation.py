@@ -17,7 +17,7 @@ from dataclasses import replace
 from kvplan.errors import KvplanError
 from kvplan.kernels.cases import CASES, Case, problem
 from kvplan.kernels.emulation.build import Sanitizer
-from kvplan.kernels.emulation.validate import EmulatedResult, Emulator, validate_emulated
+from kvplan.kernels.validate import CaseResult, Emulator, validate
 from kvplan.kernels.variants import Variant, all_variants, attention_variant, default_variants
 
 ATTENTION = ("naive", "split", "mma")
@@ -43,7 +43,7 @@ def with_options(variants: list[Variant]) -> list[Variant]:
     return [*variants, *more]
 
 
-def validated(which: str, sanitizer: Sanitizer) -> list[EmulatedResult]:
+def validated(which: str, sanitizer: Sanitizer) -> list[CaseResult]:
     """The rows of all cases, with progress on standard error."""
     variants = [*default_variants()] if which == "default" else with_options([*all_variants()])
     cases = [one for one in CASES if sanitizer is not Sanitizer.THREAD or one.name in FOR_THREADS]
@@ -52,14 +52,14 @@ def validated(which: str, sanitizer: Sanitizer) -> list[EmulatedResult]:
         if done % 100 == 0 or done == total:
             print(f"\r{done} of {total} {name:60.60}", end="", file=sys.stderr, flush=True)
 
-    rows = validate_emulated(variants, cases, tell, emulator=Emulator(sanitizer=sanitizer))
+    rows = list(validate(variants, cases, tell, solver=Emulator(sanitizer=sanitizer)))
     print(file=sys.stderr)
     return rows
 
 
-def print_summary(rows: list[EmulatedResult]) -> None:
+def print_summary(rows: list[CaseResult]) -> None:
     """One line a kernel and formats, then what is wrong."""
-    groups: dict[tuple[str, str, str], list[EmulatedResult]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[CaseResult]] = defaultdict(list)
     for row in rows:
         groups[row.kernel, row.dtype, row.kv_cache_dtype].append(row)
     print(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvplan.cache_groups import ONE_FULL_GROUP, CacheGroups
 from kvplan.core.drafts import METHODS, Drafting
-from kvplan.core.engine import GroupSpec, Policy, SchedulerConfig
+from kvplan.core.engine import Policy, SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.request import Request
@@ -165,13 +165,12 @@ class RunningEngine(TurningEngine, Protocol):
 def has_fast_path(config: EngineConfig) -> bool:
     """Whether these settings can be run without visiting everything in each step.
 
-    Of vLLM's: one group with full attention on one stage, synchronous or asynchronous, without drafts.
+    Of vLLM's: groups with full attention and sliding windows on one stage, synchronous or asynchronous, without drafts.
     """
     if not isinstance(config, SchedulerConfig):
         return True
-    return (
-        config.groups == (GroupSpec(),) and config.pipeline_parallel_size == 1 and config.speculative is None
-    )
+    kinds = {group.kind for group in config.groups}
+    return kinds <= {"full", "sliding"} and config.pipeline_parallel_size == 1 and config.speculative is None
 
 
 def make_engine(config: EngineConfig, path: EnginePath) -> RunningEngine:

@@ -57,6 +57,7 @@ SCHEDULING = {
     "content": 1,
     "paged_blocks": 2,
     "extents": 2,
+    "window_blocks": 2,
     "pool": 3,
     "grouped": 4,
     "engine": 5,
@@ -64,16 +65,23 @@ SCHEDULING = {
     "plain_pool": 6,
     "plain_groups": 7,
     "plain_states": 8,
-    "engines": 9,
+    "block_side": 7,
+    "full_blocks": 8,
+    "group_kinds": 8,
+    "group_slots": 9,
+    "group_blocks": 10,
+    "engines": 11,
     "communication": 0,
     "step_constants": 1,
     "step_shape": 6,
     "cost": 7,
     "tally": 0,
+    "robust_fit": 0,
     "preemptions": 6,
     "metrics": 7,
     "simulate": 8,
     "pool_map": 9,
+    "course": 9,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.
@@ -237,6 +245,8 @@ OUTER = {
     "kvplan.log_lines": [],
     "kvplan.startup_log": ["kvplan.errors", "kvplan.log_lines", "kvplan.options", "kvplan.python_repr"],
     "kvplan.calibration": ["kvplan.errors", "kvplan.safe_yaml"],
+    "kvplan.throughput_log": ["kvplan.errors"],
+    "kvplan.measurements": ["kvplan.errors", "kvplan.throughput_log"],
     "kvplan.log_budget": ["kvplan.calibration", "kvplan.serving", "kvplan.startup_log"],
     "kvplan.likely_causes": [
         "kvplan.errors",
@@ -316,6 +326,18 @@ OUTER = {
     ],
     "kvplan.report.check": ["kvplan.jobs.check", "kvplan.report.tables", "kvplan.text"],
     "kvplan.report.audit": ["kvplan.jobs.audit", "kvplan.report.tables", "kvplan.text", "kvplan.units"],
+    "kvplan.report.calibrate": [
+        "kvplan.jobs.calibrate",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
+    "kvplan.report.run_audit": [
+        "kvplan.jobs.run_audit",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
     "kvplan.report.catalogues": ["kvplan.report.tables", "kvplan.text", "kvplan.units"],
 }
 

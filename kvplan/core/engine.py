@@ -89,6 +89,14 @@ class SchedulerConfig:
     slots_a_block: int | None = None
 
     @property
+    def is_one_full_group(self) -> bool:
+        """Whether there is one block table, with a block for every ``block_size`` tokens and no padding."""
+        spec, size = self.groups[0], self.block_size
+        if len(self.groups) > 1 or spec.kind != "full" or self.block_size_of(spec) != size:
+            return False
+        return self.block_slots == size and spec.payload in (None, size)
+
+    @property
     def block_slots(self) -> int:
         """Slots of a block, as they are counted."""
         if self.slots_a_block is not None:
@@ -442,6 +450,15 @@ class Turn(Generic[S]):
         return not self.scheduled and not self.decoders and not self.preempted and not self.keeps_going
 
 
+class Level(NamedTuple):
+    """Slots after the scheduling of a step, as in a `Turn`; the blocks in use by each group if there are several."""
+
+    empty_slots: int
+    reserved_slots: int
+    behind_slots: int
+    group_blocks: Seq[int]
+
+
 @dataclass(slots=True)
 class DecodeRun(Generic[S]):
     """What an engine did in ``steps`` steps in each of which the same ``decoders`` took a token, and nobody another.
@@ -449,7 +466,8 @@ class DecodeRun(Generic[S]):
     ``takes`` has the blocks taken in each step. Counts are as in a `Turn`, taken after scheduling the first step.
     ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
     Sequences that finish do so in the last step. With a batch queue the batch processed in the first step may be of
-    another kind: of it are ``sampled`` and ``started_decoding``, as in a `Turn`.
+    another kind: of it are ``sampled`` and ``started_decoding``, as in a `Turn`. With windows slots change in ways of
+    their own: ``levels`` has them after each step, in place of all that.
     """
 
     steps: int
@@ -468,8 +486,7 @@ class DecodeRun(Generic[S]):
     finished: Seq[S]
     free_blocks_end: int
     hole_slots: int = 0
-    behind_slots: int = 0
-    group_blocks: Seq[int] = ()
+    levels: Seq[Level] = ()
     sampled: Seq[S] = ()
     started_decoding: Seq[S] = ()
 

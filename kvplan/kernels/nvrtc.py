@@ -60,7 +60,9 @@ def load_nvrtc() -> ModuleType:
     except ImportError as error:
         raise CudaMissing(
             "cupy",
-            "CuPy is not installed" if error.name == "cupy" else f"CuPy does not load: {error}",
+            "CuPy is not installed"
+            if (error.name or "").partition(".")[0] == "cupy"
+            else f"CuPy does not load: {error}",
             hint="pip install 'kvplan[cuda13]' (or cuda12, for drivers older than 580)",
         ) from error
     try:

@@ -143,11 +143,17 @@ __device__ __forceinline__ void e4m3x4_to_half2x2(unsigned codes, unsigned halve
 #define KV_E4M3_CVT 0
 #endif
 
-// GPUs with so much bandwidth that more loads must be under way.
+// Bytes of a lane's loads under way from an e4m3 cache: more where the bandwidth asks for it and registers are left beside
+// the conversion, which for the longest rows they are not on sm_100 and sm_120.
 #if KV_E4M3_CVT && (defined(KV_EMULATED) || __CUDA_ARCH__ >= 900)
-#define KV_FAST_MEMORY 1
+#define KV_E4M3_LOADS(row_bytes) ((row_bytes) >= 256 && KV_NEWER_THAN_SM_90 ? 128 : 256)
 #else
-#define KV_FAST_MEMORY 0
+#define KV_E4M3_LOADS(row_bytes) 128
+#endif
+#if !defined(KV_EMULATED) && __CUDA_ARCH__ >= 1000
+#define KV_NEWER_THAN_SM_90 1
+#else
+#define KV_NEWER_THAN_SM_90 0
 #endif
 
 struct Half {
@@ -814,9 +820,9 @@ struct Mma {
     // Tiles of 8 heads. Two warps share 16 heads of a long row, so that outputs fit in registers.
     static constexpr int TILES = HEADS == 16 && HEAD_DIM <= 128 ? 2 : 1;
     static constexpr int KEY_WARPS = WARPS * TILES * 8 / HEADS;
-    // A warp takes GROUPS x 16 tokens at once, as many as its registers hold: 16 vectors of 16 bytes a lane, fewer where
-    // converting e4m3 needs the registers.
-    static constexpr int FITTING = (FP8 && !KV_FAST_MEMORY ? 256 : 512) / ROW_BYTES, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
+    // A warp takes GROUPS x 16 tokens at once, as many as its registers hold.
+    static constexpr int LOADS_BYTES = FP8 ? KV_E4M3_LOADS(ROW_BYTES) : 256, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
+    static constexpr int FITTING = 2 * LOADS_BYTES / ROW_BYTES;
     static constexpr int GROUPS = FITTING < 1 ? 1 : FITTING > MOST ? MOST : FITTING;
     static constexpr int TOKENS = 16 * GROUPS;
     static constexpr int LOOKUPS = (TOKENS + 31) / 32;

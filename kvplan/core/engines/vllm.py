@@ -1,12 +1,13 @@
 """The vLLM 0.33.0 V1 scheduler, as `vllm_plain` has it, but touching only what changes.
 
-Decoding sequences are sums in a cohort, blocks are numbers and extents; while only decodes run and nothing can
-be admitted, many steps are one turn. The literal walk over the running list is reached only when blocks run short.
-Decides exactly what the plain engine decides; block ids it does not know.
+Decoding sequences are sums in a cohort, blocks are numbers and runs of content, kept by a block side of its own
+for one full group and for several groups. While only decodes run and nothing can be admitted, many steps are one
+turn. The literal walk over the running list is reached only when blocks run short. Decides exactly what the plain
+engine decides; block ids it does not know.
 
-For one group with full attention on one stage, without drafts. Asynchronously a call plans a batch and processes the
-one before: who is done keeps seat and blocks until then, neither in the cohort nor among the prompts, and what a
-decoder fills is known a token later. A victim's token in flight comes in in the call in which it lost its place.
+For one stage, without drafts. Asynchronously a call plans a batch and processes the one before: who is done keeps
+seat and blocks until then, neither in the cohort nor among the prompts, and what a decoder fills is known a token
+later. A victim's token in flight comes in in the call in which it lost its place.
 
 Costs: a turn O(chunks + finished + admitted), a walk O(running); blocks cost O(runs of content), not O(blocks).
 """
@@ -15,10 +16,10 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.content import Run
 from kvplan.core.engine import (
     RESTARTS_TO_GIVE_UP,
     DecodeRun,
@@ -28,10 +29,11 @@ from kvplan.core.engine import (
     Turn,
     why_stuck,
 )
-from kvplan.core.extents import ExtentPool, Hit, Holding
+from kvplan.core.engines.block_side import NEVER, BlockSide
+from kvplan.core.engines.full_blocks import FullBlocks
+from kvplan.core.engines.group_blocks import GroupBlocks
 from kvplan.core.request import Request
 
-_EVERYBODY = 1 << 62
 #: What the engine calls while it waits for the output of a batch; requests may be aborted in it.
 Wait = Callable[[Turn[Member]], None]
 
@@ -66,13 +68,14 @@ class Vllm:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = ExtentPool(config.usable_blocks)
         self.cohort = Cohort(config.block_size)
+        make_blocks = FullBlocks if config.is_one_full_group else GroupBlocks
+        self.blocks: BlockSide[Any] = make_blocks(config, self.cohort)
+        self.pool = self.blocks.pool
         #: In order of admission, which is the order of ``serial``.
         self.running: dict[Member, None] = {}
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
-        self._holdings: dict[Member, Holding] = {}
         self._by_id: dict[str, Member] = {}
         #: Free blocks that an admission must leave while others run.
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
@@ -82,10 +85,8 @@ class Vllm:
         self._restarts = 0
         #: Whether the head of the queue was tried in vain and nothing has changed since that could help it.
         self._head_is_blocked = False
-        # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
-        # decoders by their output stream, and how far into this step the looker stands.
-        self._growing: dict[str, Member] = {}
-        self._seen_serial = 0
+        #: With fewer free blocks than these it cannot get in.
+        self._room_for_head = NEVER
         #: Batches that were planned and whose output was not processed, and how many there may be.
         self._in_flight: deque[_Batch] = deque()
         self._queue_size = config.queue_size
@@ -156,7 +157,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        self._holdings[member] = Holding(request, self.config.block_size)
+        self.blocks.add(member)
         self._by_id[member.id] = member
         if self.config.policy == "fcfs":
             self.waiting.append(member)
@@ -168,7 +169,6 @@ class Vllm:
         """Let go of a live request whose client went away, with all it holds; returns its row of `live`."""
         member = self._by_id.pop(request_id)
         row = self._row(member)
-        holding = self._holdings.pop(member)
         for batch in self._batches_of(member):  # its output there is ignored
             batch.forget(member)
         if member not in self.running:
@@ -177,8 +177,9 @@ class Vllm:
             del self.running[member]
             self.prefilling.pop(member, None)
             if member.decoding:
-                self._leave(member, holding)
-            self.pool.release(holding)
+                self._leave(member)
+            self.blocks.release(member)
+        self.blocks.forget(member)
         self._outgrown.discard(member)
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
@@ -199,11 +200,11 @@ class Vllm:
         if wait is None and self._only_decodes():
             # Until somebody finishes or blocks run short.
             cohort = self.cohort
-            steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
-            if steps and self._in_flight and self._in_flight[0].done:
+            steps = min(max_steps, cohort.first_finish - cohort.step + 1)
+            if self._in_flight and self._in_flight[0].done:
                 steps = 1  # who finishes does so in the last
-            if steps:
-                return self._decode(steps)
+            if run := self._decode(steps):
+                return run
         turn: Turn[Member] = Turn()
         if self._queue_size == 1:
             self._step(turn, wait)
@@ -211,48 +212,46 @@ class Vllm:
             self._call(turn, wait)
         return turn
 
-    def _decode(self, steps: int) -> DecodeRun[Member]:
-        """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
-        cohort, pool = self.cohort, self.pool
+    def _decode(self, steps: int) -> DecodeRun[Member] | None:
+        """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end.
+
+        None if the next must be taken by the rules.
+        """
+        size, context = self.cohort.size, self.cohort.context
+        room = self._room_for_head if self.waiting else None
+        moves = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
+        if moves is None:
+            return None
         self._restarts = 0
-        size, context, empty, waste = cohort.size, cohort.context, cohort.empty, cohort.waste
-        takes = cohort.takes(steps)
-        first_takes, taken = takes[0], sum(takes)
-        waste_begun = cohort.advance(steps, taken)
-        empty += self.config.block_size * first_takes - size
-        if waste_begun:
-            waste += sum(slots for offset, slots in waste_begun if not offset)
-        free = pool.free - first_takes
-        cached = min(pool.idle, free)  # blocks without content are taken first
         # By place: keywords would cost as much as a sequence that finishes.
         run: DecodeRun[Member] = DecodeRun(
-            steps,
+            len(moves.taken),
             size,
             context,
-            takes,
-            pool.take(taken) if taken else 0,
-            free,
-            cached,
+            moves.taken,
+            moves.evicted,
+            moves.free,
+            moves.cached,
             len(self.running),
             len(self.waiting),
-            pool.shared,
-            empty,
-            empty - waste,
-            waste_begun,
+            moves.shared,
+            moves.empty,
+            moves.reserved,
+            moves.waste_begun,
             self._stop_decoding(),
             0,
+            levels=moves.levels,
         )
         if self._queue_size > 1:
             self._put_in_flight(run)
         for member in run.finished:
             self._finish(member)
-        run.free_blocks_end = pool.free
+        run.free_blocks_end = self.pool.free
         self._has_aborted = False
         return run
 
     def _put_in_flight(self, run: DecodeRun[Member]) -> None:
         """Process the batch in flight in the first step of a run, whose last batch is in flight in its place."""
-        run.empty_slots += self._ending_slots()
         before = self._in_flight.popleft()
         self._in_flight.append(_Batch(run.decoders, [], [], list(run.finished)))
         run.sampled, run.started_decoding, run.finished = before.sampled, before.started, before.done
@@ -297,21 +296,16 @@ class Vllm:
 
     def _plan(self, turn: Turn[Member]) -> _Batch:
         """One step's batch by the rules: running sequences first, then waiting ones."""
-        config, cohort, pool = self.config, self.cohort, self.pool
+        config, cohort = self.config, self.cohort
         self._owes_plan = False
         cap = self._prefill_cap()
         scheduled = self._chunks(cap)
-        need = cohort.crossings
-        for member, tokens in scheduled.items():
-            need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
-        if need <= pool.free:
-            turn.evicted = pool.take(need)
-            for member, tokens in scheduled.items():
-                self._seen_serial = member.serial
-                self._place_chunk(member, tokens)
-        else:
+        evicted = self.blocks.run_step(scheduled)
+        if evicted is None:
             scheduled = self._walk(turn, cap)
-        self._seen_serial = _EVERYBODY
+            self.blocks.end_walk()
+        else:
+            turn.evicted = evicted
         budget = config.max_num_batched_tokens - cohort.size - sum(scheduled.values())
         if not turn.preempted and self.waiting:
             self._admit_waiting(turn, scheduled, budget, cap)
@@ -342,11 +336,10 @@ class Vllm:
         order = list(self.running)
         scheduled: dict[Member, int] = {}
         decoders: set[Member] = set()
-        extra_blocks: set[Member] = set()  # decoders that took a block in this step
         index = 0
         while index < len(order) and budget > 0:
             member = order[index]
-            self._seen_serial = member.serial
+            self.blocks.seen_serial = member.serial
             tokens = 1
             if not member.decoding:
                 if member not in self.prefilling:  # it is done, but for the output in flight
@@ -356,7 +349,7 @@ class Vllm:
                 if 0 < cap < tokens:
                     tokens = cap
                 tokens = min(tokens, budget)
-            need = self._blocks_needed(member, tokens)
+            need = self.blocks.needed(member, tokens)
             fits = True
             while fits and need > self.pool.free:
                 place = len(order) - 1
@@ -367,7 +360,7 @@ class Vllm:
                 if victim in scheduled or victim in decoders:  # its part of this step is undone
                     budget += scheduled.pop(victim, 1)
                 turn.preemptions.append(self._cause(victim, member, need))
-                self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
+                self._preempt(turn, victim, took_turn=victim in decoders)
                 decoders.discard(victim)
                 fits = victim is not member
             if not fits:
@@ -377,20 +370,13 @@ class Vllm:
             turn.evicted += self.pool.take(need)
             if member.decoding:
                 decoders.add(member)
-                if need:
-                    extra_blocks.add(member)
             else:
-                self._place_chunk(member, tokens)
                 scheduled[member] = tokens
+            self.blocks.place(member, tokens)
             budget -= tokens
             index += 1
         assert len(decoders) == self.cohort.size, "whoever runs gets a token (see _chunks)"
         return scheduled
-
-    def _blocks_needed(self, member: Member, tokens: int) -> int:
-        if member.decoding:
-            return int((member.base + self.cohort.step) % self.config.block_size == 0)
-        return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
 
     def _cause(self, victim: Member, trigger: Member, needed: int) -> Preemption:
         return Preemption(
@@ -408,22 +394,20 @@ class Vllm:
     def _num_tokens(self, member: Member) -> int:
         return member.base + self.cohort.step + 1 if member.decoding else member.num_tokens
 
-    def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool, took_block: bool) -> None:
+    def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         del self.running[victim]
         if not self.running:
             self._outgrown.add(victim)
             self._restarts += 1
-        holding = self._holdings[victim]
         if self._lag and victim not in self.prefilling:
             self._stale.add(victim)
         if victim.decoding:
-            self._leave(victim, holding, took_turn=took_turn)
-            assert holding.blocks == self._blocks_for(victim.computed) + took_block
+            self._leave(victim, took_turn=took_turn)
             (turn.stopped_decoding if self._lag else turn.interrupted).append(victim)
         else:
             self.prefilling.pop(victim, None)  # else it is done, and finishes while it waits
-        self.pool.release(holding)
+        self.blocks.release(victim)
         victim.high_water = max(victim.high_water, victim.computed)
         victim.computed = 0
         victim.num_preemptions += 1
@@ -443,19 +427,27 @@ class Vllm:
         """
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
-        self._head_is_blocked = bool(self.waiting)
+        blocks, pool = self.blocks, self.pool
+        self._head_is_blocked, self._room_for_head = bool(self.waiting), NEVER
+        blocks.met_grower = False
         while budget > 0 and self.waiting and len(self.running) < limit:
             member = self.waiting[0]
-            hit = self._find_prefix(member)
-            hit_tokens = hit[-1][2] * config.block_size if hit else 0
+            hit = blocks.find(member)
+            hit_tokens: int = hit.tokens
             tokens = member.num_tokens - hit_tokens
             if 0 < cap < tokens:
                 tokens = cap
             if not config.enable_chunked_prefill and tokens > budget:
                 break
             tokens = min(tokens, budget)
-            if not self._admit(turn, member, hit, hit_tokens, tokens):
+            room = blocks.shortage(member, hit, tokens)
+            if self.running:
+                room += self._watermark_blocks
+            if room > pool.free:
+                self._room_for_head = room
                 break
+            turn.evicted += blocks.admit(member, hit, tokens)
+            member.computed = hit_tokens
             self.waiting.popleft()
             member.serial = self._num_admitted
             self._num_admitted += 1
@@ -463,61 +455,12 @@ class Vllm:
             self.prefilling[member] = None
             (turn.resumed if member.num_preemptions else turn.admitted).append(member)
             turn.prefix_hits.append((member, hit_tokens))
-            self._place_chunk(member, tokens)
+            blocks.place(member, tokens)
             scheduled[member] = tokens
             budget -= tokens
 
-    def _find_prefix(self, member: Member) -> Hit:
-        """The longest cached prefix; at least one token stays to be computed."""
-        if not self.config.enable_prefix_caching:
-            return []
-        limit = (member.num_tokens - 1) // self.config.block_size
-        return self.pool.find(self._holdings[member], limit, self._publish_grower)
-
-    def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
-        """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""
-        config, pool = self.config, self.pool
-        hit_blocks = hit_tokens // config.block_size
-        idle = pool.count_idle(hit) if hit else 0
-        room = pool.free - idle
-        if self.running:
-            room -= self._watermark_blocks
-        end = hit_tokens + tokens
-        need = self._blocks_for(end) - hit_blocks
-        need_all = need
-        if config.scheduler_reserve_full_isl and end < member.num_tokens:
-            need_all = self._blocks_for(member.num_tokens) - hit_blocks
-        if need_all > room:
-            return False
-        if hit:
-            pool.adopt(self._holdings[member], hit)
-        turn.evicted += pool.take(need)
-        member.computed = hit_tokens
-        return True
-
-    # Blocks
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)  # no sequence outgrows max_model_len
-
-    def _place_chunk(self, member: Member, tokens: int) -> None:
-        """Record the blocks of a chunk, which were taken, and make the full ones findable."""
-        holding = self._holdings[member]
-        end = member.computed + tokens
-        holding.blocks = self._blocks_for(end)
-        if self.config.enable_prefix_caching:
-            full = min(end, member.num_tokens) // self.config.block_size
-            self.pool.publish(holding, full, self._publish_grower)
-
-    def _publish_grower(self, run: Run) -> None:
-        """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""
-        grower = self._growing.get(run.stream)
-        if grower is None:
-            return
-        # Whoever stands before the looker took its turn in this step.
-        tokens = grower.base + self.cohort.step - self._lag + (grower.serial < self._seen_serial)
-        self.pool.publish(self._holdings[grower], tokens // self.config.block_size)
-        self._head_is_blocked = False
+        if blocks.met_grower:
+            self._head_is_blocked = False
 
     # After scheduling
 
@@ -544,25 +487,15 @@ class Vllm:
 
     def _count(self, turn: Turn[Member]) -> None:
         """Note how the pool and the queues stand after scheduling."""
-        block_size, cohort = self.config.block_size, self.cohort
-        turn.empty_slots = cohort.empty + self._ending_slots() if self._in_flight else cohort.empty
-        turn.reserved_slots = cohort.empty - cohort.waste
-        for member in self.prefilling:
-            empty, lacking = -member.computed % block_size, member.final_tokens - member.computed
-            turn.empty_slots += empty
-            turn.reserved_slots += empty if empty < lacking else lacking
+        ending = self._ending() if self._in_flight else ()
+        self.blocks.count(turn, self.prefilling, ending)
         turn.free_blocks, turn.cached_blocks = self.pool.free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 
-    def _ending_slots(self) -> int:
-        """Slots that stay empty in what those hold who are done, but for the output in flight."""
-        slots = 0
-        for batch in self._in_flight:
-            for member in batch.done:
-                if member in self.running:
-                    slots += -member.computed % self.config.block_size
-        return slots
+    def _ending(self) -> Sequence[Member]:
+        """Those who are done, but for the output in flight."""
+        return [member for batch in self._in_flight for member in batch.done if member in self.running]
 
     def _batch(self, turn: Turn[Member], scheduled: dict[Member, int]) -> _Batch:
         """The batch that was planned; who goes on decodes from the next step on, who has all its tokens stops."""
@@ -580,8 +513,7 @@ class Vllm:
             else:
                 self.cohort.join(member)
                 started.append(member)
-                if self.config.enable_prefix_caching:
-                    self._growing[_output_stream(member)] = member
+                self.blocks.join(member)
         done.sort(key=_serial)
         return _Batch(turn.decoders + len(sampled), sampled, started, done)
 
@@ -590,18 +522,14 @@ class Vllm:
         stopped = self.cohort.finished()
         if stopped:
             for member in stopped:
-                self._leave(member, self._holdings[member])
+                self._leave(member)
             self._head_is_blocked = False  # for there is more of the budget left
         return stopped
 
-    def _leave(self, member: Member, holding: Holding, *, took_turn: bool = False) -> None:
-        """Take a decoder out of the cohort and bring up to date what it holds; ``took_turn``: of this step too."""
+    def _leave(self, member: Member, *, took_turn: bool = False) -> None:
+        """Take a decoder out of the cohort; ``took_turn``: after its token of this step was planned."""
         self.cohort.leave(member)
-        tokens = member.computed + took_turn
-        holding.blocks = self._blocks_for(tokens)
-        if self.config.enable_prefix_caching:
-            del self._growing[_output_stream(member)]
-            self.pool.publish(holding, (tokens - self._lag) // self.config.block_size)
+        self.blocks.leave(member, took_turn=took_turn)
 
     def _settle(self, turn: Turn[Member], batch: _Batch) -> None:
         """Process the output of a batch: who is done is freed, in order of admission."""
@@ -612,24 +540,24 @@ class Vllm:
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._stale:
-            self._outgrown -= self._stale  # they got a token after all
-            self._stale.clear()
+        if self._outgrown:  # some got a token after all
+            self._outgrown -= self._stale.union(batch.sampled)
+        self._stale.clear()
         turn.free_blocks_end = self.pool.free
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
         del self._by_id[member.id]
-        holding = self._holdings.pop(member)
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
         if member not in self.running:  # it lost its blocks while its last token was in flight
             self.waiting.remove(member)
-            return
-        del self.running[member]
-        if self._lag and self.config.enable_prefix_caching:
-            self.pool.publish(holding, member.computed // self.config.block_size)
-        self.pool.release(holding)
+        else:
+            del self.running[member]
+            if self._lag:
+                self.blocks.settle(member)
+            self.blocks.release(member)
+        self.blocks.forget(member)
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
@@ -647,7 +575,3 @@ def _queue_key(member: Member) -> tuple[int, int]:
 
 def _serial(member: Member) -> int:
     return member.serial
-
-
-def _output_stream(member: Member) -> str:
-    return f"o:{member.id}"
