@@ -421,7 +421,8 @@ def kinds_of(groups: Sequence[FullGroup]) -> list[Kind]:
     """The kinds among groups, full ones first, else in the order of the groups."""
     members: dict[tuple[GroupSpec, int], list[tuple[int, FullGroup]]] = {}
     for number, group in enumerate(groups):
-        members.setdefault((group.spec, group.block_size), []).append((number, group))
+        spec = group.spec._replace(payload=None)  # padding makes no difference
+        members.setdefault((spec, group.block_size), []).append((number, group))
     return sorted(map(Kind, members.values()), key=lambda kind: not kind.is_full)
 
 
