@@ -44,7 +44,7 @@ def raising(error: Exception) -> Callable[..., Any]:
             raising(RuntimeError("Failure finding libnvrtc.so")),
             "nvrtc",
             "CuPy finds no NVRTC",
-            "pip install nvidia-cuda-nvrtc",
+            "pip install 'kvplan[cuda13]'",
         ),
         ("runtime.driverGetVersion", lambda: 0, "driver", "there is no NVIDIA driver", "install the driver"),
         (
