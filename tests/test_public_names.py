@@ -26,6 +26,7 @@ NAMES = [
     "check",
     "compare",
     "explain",
+    "kernel_bench",
     "list_gpus",
     "list_models",
     "load_gpu",
