@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from command_line import Cli
-from emulated_cupy import Gpu, emulated_gpu
+from emulated_cupy import Gpu, emulated_gpu, hide_cupy
 
 from kvplan.kernels.emulation.build import NoCompiler, find_compiler
 from kvplan.kernels.nvrtc import CudaMissing, load_nvrtc
@@ -53,7 +52,7 @@ def gpu(compiler: None) -> Iterator[Gpu]:
 def test_without_cupy_the_exit_code_is_3_and_the_remedy_is_named(
     cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    hide_cupy(monkeypatch)
     outcome = cli(command)
     assert (outcome.code, outcome.out) == (3, "")
     assert outcome.err == (
