@@ -267,9 +267,7 @@ def _scheduler_config(
     return config
 
 
-def _is_async_by_default(
-    resolver: Resolver[SimulateOptions], stages: int, drafting: Drafting | None
-) -> bool:
+def _is_async_by_default(resolver: Resolver[SimulateOptions], stages: int, drafting: Drafting | None) -> bool:
     """Whether this version of vLLM plans ahead unless told not to; stages need the second model runner for it.
 
     That runner is every model's from 0.28 on as far as is known (vllm/config/vllm.py of 0.19 and 0.33).

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
-from cpu_device import CpuDevice, DeviceArray, guarded
+from emulated_cupy import Array, emulated_gpu
 
 from kvplan.kernels import launch
 from kvplan.kernels.cache_cases import copy_problem, reshape_problem
@@ -36,14 +39,21 @@ HERE = [case for case in CASES if case.name in NAMES]
 
 
 @pytest.fixture
-def device(compiler: None, monkeypatch: pytest.MonkeyPatch) -> CpuDevice:
-    return CpuDevice(monkeypatch)
+def device(compiler: None) -> Iterator[Any]:
+    with emulated_gpu():
+        yield sys.modules["cupy"]
 
 
-def attend(device: CpuDevice, variant: Variant, case: Case, chunk_tokens: int | None) -> bool:
+def guarded(shape: Sequence[int], guard: int) -> tuple[np.ndarray, np.ndarray]:
+    """Bytes with guards of so many bytes before and after them, and the whole; all are 0xa5."""
+    whole = np.full(int(np.prod(shape)) + 2 * guard, 0xA5, dtype=np.uint8)
+    return whole[guard:-guard].reshape(shape), whole
+
+
+def attend(device: Any, variant: Variant, case: Case, chunk_tokens: int | None) -> bool:
     """Whether the case is solved right, from arrays alone."""
     posed = problem(variant, case)
-    arrays = {name: device.put(array) for name, array in posed.arrays.items()}
+    arrays = {name: device.asarray(array) for name, array in posed.arrays.items()}
     arguments = posed.launches[0].arguments
     keys = arrays["key_cache"]
     caches = (keys[:, 0], keys[:, 1]) if case.interleaved else (keys, arrays["value_cache"])
@@ -62,23 +72,23 @@ def attend(device: CpuDevice, variant: Variant, case: Case, chunk_tokens: int | 
         alibi_slopes=arrays.get("alibi_slopes"),
         chunk_tokens=chunk_tokens,
     ).run()
-    return posed.judge({name: array.view for name, array in arrays.items()}).valid
+    return posed.judge({name: array.get() for name, array in arrays.items()}).valid
 
 
 @pytest.mark.parametrize("case", HERE, ids=lambda one: one.name)
-def test_a_case_from_its_arrays(device: CpuDevice, case: Case) -> None:
+def test_a_case_from_its_arrays(device: Any, case: Case) -> None:
     assert attend(device, MMA, case, case.chunk_tokens)
 
 
 @pytest.mark.parametrize("variant", [SPLIT, NAIVE, FP8], ids=lambda one: one.name)
-def test_other_kernels_from_arrays(device: CpuDevice, variant: Variant) -> None:
+def test_other_kernels_from_arrays(device: Any, variant: Variant) -> None:
     names = {"scales for heads", "window and splits", "keys and values in one cache", "query in a packed row"}
     for case in HERE:
         if case.name in names:
             assert attend(device, variant, case, case.chunk_tokens)
 
 
-def test_fixed_chunks_make_a_result_independent_of_its_batch(device: CpuDevice) -> None:
+def test_fixed_chunks_make_a_result_independent_of_its_batch(device: Any) -> None:
     """The same request alone and beside others, bit for bit."""
     rows = []
     for others in ((), (300, 70, 500)):
@@ -89,51 +99,51 @@ def test_fixed_chunks_make_a_result_independent_of_its_batch(device: CpuDevice) 
         table[0, : arrays["block_table"].shape[1]] = np.maximum(arrays["block_table"][0], 0)
         query = np.repeat(arrays["query"], count, axis=0)
         contexts = np.array([200, *others], dtype=np.int32)
-        cache = Cache(*(device.put(arrays[name]) for name in ("key_cache", "value_cache")))
-        output = device.put(np.zeros_like(query))
-        on_device = [device.put(array) for array in (query, table, contexts)]
+        cache = Cache(*(device.asarray(arrays[name]) for name in ("key_cache", "value_cache")))
+        output = device.asarray(np.zeros_like(query))
+        on_device = [device.asarray(array) for array in (query, table, contexts)]
         Attention(
             MMA, on_device[0], cache, *on_device[1:], contexts, output, scale=0.125, chunk_tokens=64
         ).run()
-        rows.append(output.view[0].tobytes())
+        rows.append(output.get()[0].tobytes())
     assert rows[0] == rows[1]
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-def test_new_keys_and_values_go_into_their_slots(device: CpuDevice, layout: launch.Layout) -> None:
+def test_new_keys_and_values_go_into_their_slots(device: Any, layout: launch.Layout) -> None:
     variant = Variant("reshape_and_cache", 64, "float16", "fp8_e4m3")
     posed = reshape_problem(variant, layout=layout, scales="head")
-    arrays = {name: device.put(array) for name, array in posed.arrays.items() if name != "value"}
+    arrays = {name: device.asarray(array) for name, array in posed.arrays.items() if name != "value"}
     heads = posed.launch.arguments.num_kv_heads
     packed = arrays["key"]
     cache = Cache(
         *(arrays["key_cache"], arrays["value_cache"], layout), arrays["key_scale"], arrays["value_scale"]
     )
     launch.reshape_and_cache(variant, packed[:, :heads], packed[:, heads:], cache, arrays["slot_mapping"])
-    assert posed.wrong_bytes({name: array.view for name, array in arrays.items()}) == 0
+    assert posed.wrong_bytes({name: array.get() for name, array in arrays.items()}) == 0
 
 
-def test_blocks_are_copied_in_all_layers(device: CpuDevice) -> None:
+def test_blocks_are_copied_in_all_layers(device: Any) -> None:
     posed = copy_problem(Variant("copy_blocks"), num_layers=2)
-    arrays = {name: device.put(posed.arrays[name]) for name in posed.expected}
+    arrays = {name: device.asarray(posed.arrays[name]) for name in posed.expected}
     layers = [
         Cache(arrays[f"keys of layer {layer}"], arrays[f"values of layer {layer}"]) for layer in range(2)
     ]
     launch.copy_blocks(layers, [tuple(pair) for pair in posed.arrays["block_pairs"].tolist()])
-    assert posed.wrong_bytes({name: array.view for name, array in arrays.items()}) == 0
+    assert posed.wrong_bytes({name: array.get() for name, array in arrays.items()}) == 0
 
 
-def test_blocks_that_are_swapped_are_whole_and_others_untouched(device: CpuDevice) -> None:
+def test_blocks_that_are_swapped_are_whole_and_others_untouched(device: Any) -> None:
     """Out to host memory and in again to other places, byte for byte, with guards around both."""
     rng = np.random.default_rng(5)
     shape = (12, 4, 3, 16)
-    on_device, around_device = guarded(shape, np.uint8, 4096)
-    host, around_host = guarded(shape, np.uint8, 4096)
+    on_device, around_device = guarded(shape, 4096)
+    host, around_host = guarded(shape, 4096)
     on_device[...] = rng.integers(0, 256, shape)
     before_device, before_host = around_device.copy(), around_host.copy()
     out = [(3, 0), (4, 1), (5, 2), (9, 7), (0, 11)]
 
-    launch.swap_out(DeviceArray(on_device), host, out)
+    launch.swap_out(on_device.view(Array), host, out)
     moved = before_host[4096:-4096].reshape(12, -1)
     for source, target in out:
         moved[target] = before_device[4096:-4096].reshape(12, -1)[source]
@@ -141,7 +151,7 @@ def test_blocks_that_are_swapped_are_whole_and_others_untouched(device: CpuDevic
     assert np.array_equal(around_device, before_device)
 
     back = [(7, 0), (8, 1), (1, 11), (2, 7)]
-    launch.swap_in(DeviceArray(on_device), host, back)
+    launch.swap_in(on_device.view(Array), host, back)
     blocks = before_device[4096:-4096].reshape(12, -1)
     for target, source in back:
         blocks[target] = moved[source]
@@ -149,5 +159,5 @@ def test_blocks_that_are_swapped_are_whole_and_others_untouched(device: CpuDevic
     assert np.array_equal(around_host, before_host)
 
 
-def test_a_group_that_no_other_case_has_goes_through_too(device: CpuDevice) -> None:
+def test_a_group_that_no_other_case_has_goes_through_too(device: Any) -> None:
     assert attend(device, MMA, replace(HERE[0], group=5, num_kv_heads=3), None)
