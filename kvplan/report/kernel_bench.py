@@ -20,6 +20,7 @@ _VALID = {True: "yes", False: "NO", None: "-"}
 
 def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
     """What was done, on what, and what came out."""
+    screen.say(_assumptions(result), style="dim")
     screen.say(_headline(result))
     if result.compiled:
         _print_compiled(screen, result.compiled)
@@ -43,6 +44,17 @@ def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
         screen.say("what other libraries compute was not validated: their rows are times alone")
     if result.is_partial:
         screen.say("interrupted: this is what was finished")
+
+
+def _assumptions(result: KernelBenchResult) -> str:
+    """What nobody gave, of what matters: seeded cases have lengths and blocks of their own."""
+    unused = set() if result.device is not None else {"batch", "seq", "block_size"}
+    assumed = [
+        f"{name} {', '.join(map(str, values))}"
+        for name, (values, _, given) in result.config.items()
+        if not given and name not in unused and isinstance(values, list)
+    ]
+    return f"assumed: {'; '.join(assumed)}" if assumed else "nothing assumed"
 
 
 def _headline(result: KernelBenchResult) -> str:
