@@ -1,6 +1,6 @@
 """The kernels in emulation: every variant on every case, sanitizers, traffic and the emulator's speed. No GPU is used.
 
-Usage: python benchmarks/kernel_emulation.py [--variants default|all] [--sanitizer none|address|thread] [--json]
+Usage: python benchmarks/kernel_emulation.py [--variants default|all|options] [--sanitizer none|address|thread] [--json]
                                              [--traffic] [--speed]
 """
 
@@ -17,7 +17,7 @@ from dataclasses import replace
 from kvplan.errors import KvplanError
 from kvplan.kernels.cases import CASES, Case, problem
 from kvplan.kernels.emulation.build import Sanitizer
-from kvplan.kernels.emulation.validate import EmulatedResult, Emulator, validate_emulated
+from kvplan.kernels.validate import CaseResult, Emulator, validate
 from kvplan.kernels.variants import Variant, all_variants, attention_variant, default_variants
 
 ATTENTION = ("naive", "split", "mma")
@@ -32,34 +32,34 @@ def cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def with_options(variants: list[Variant]) -> list[Variant]:
-    """The variants, and those of attention again with each option and with both."""
-    more = [
+def chosen(which: str) -> list[Variant]:
+    """The default variants, all without options, or those of attention with each option and with both."""
+    if which != "options":
+        return [*(default_variants() if which == "default" else all_variants())]
+    return [
         replace(one, alibi=alibi, soft_cap=soft_cap)
         for alibi, soft_cap in ((True, False), (False, True), (True, True))
-        for one in variants
+        for one in all_variants()
         if one.kernel in ATTENTION and one.head_dim in {64, 80, 256}
     ]
-    return [*variants, *more]
 
 
-def validated(which: str, sanitizer: Sanitizer) -> list[EmulatedResult]:
+def validated(which: str, sanitizer: Sanitizer) -> list[CaseResult]:
     """The rows of all cases, with progress on standard error."""
-    variants = [*default_variants()] if which == "default" else with_options([*all_variants()])
     cases = [one for one in CASES if sanitizer is not Sanitizer.THREAD or one.name in FOR_THREADS]
 
     def tell(done: int, total: int, name: str) -> None:
         if done % 100 == 0 or done == total:
             print(f"\r{done} of {total} {name:60.60}", end="", file=sys.stderr, flush=True)
 
-    rows = validate_emulated(variants, cases, tell, emulator=Emulator(sanitizer=sanitizer))
+    rows = list(validate(chosen(which), cases, tell, solver=Emulator(sanitizer=sanitizer)))
     print(file=sys.stderr)
     return rows
 
 
-def print_summary(rows: list[EmulatedResult]) -> None:
+def print_summary(rows: list[CaseResult]) -> None:
     """One line a kernel and formats, then what is wrong."""
-    groups: dict[tuple[str, str, str], list[EmulatedResult]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[CaseResult]] = defaultdict(list)
     for row in rows:
         groups[row.kernel, row.dtype, row.kv_cache_dtype].append(row)
     print(
@@ -134,7 +134,7 @@ def speed(repeats: int = 3) -> list[dict[str, object]]:
 def main() -> int:
     """Do what is asked and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", choices=["default", "all"], default="default")
+    parser.add_argument("--variants", choices=["default", "all", "options"], default="default")
     parser.add_argument("--sanitizer", choices=[one.value for one in Sanitizer], default="none")
     parser.add_argument("--traffic", action="store_true")
     parser.add_argument("--speed", action="store_true")

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 
 from kvplan.errors import KvplanError
-from kvplan.kernels.emulation.validate import Emulator, validate_emulated
+from kvplan.kernels.validate import Emulator, validate
 from kvplan.kernels.variants import Variant, attention_variant, kernel_source
 
 NAIVE = attention_variant("naive", head_dim=64, group=1, dtype="float32", alibi=True, soft_cap=True)
@@ -47,7 +49,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "mma: tokens past the end take part",
-        "if (base + 8 * eight + 2 * q() + next >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();",
+        "if (token >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();",
         "",
         (MMA,),
     ),
@@ -213,7 +215,7 @@ def noticed_by(mutation: Mutation) -> str | None:
     """The first thing that goes wrong, or nothing."""
     emulator = Emulator(mutated(mutation, kernel_source()))
     for variant in mutation.variants:
-        for row in validate_emulated([variant], emulator=emulator):
+        for row in validate([variant], solver=emulator):
             if not row.valid:
                 share = row.tolerance.get("used")
                 said = row.error or f"error of {share:.3g} times the tolerance"
@@ -249,6 +251,8 @@ def main() -> int:
 
 if __name__ == "__main__":
     try:
-        sys.exit(main())
+        with tempfile.TemporaryDirectory() as builds:  # nobody wants them again
+            os.environ["XDG_CACHE_HOME"] = builds
+            sys.exit(main())
     except KvplanError as error:
         sys.exit(f"{error}\n{error.hint or ''}")

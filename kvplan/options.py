@@ -163,6 +163,13 @@ class SimulateOptions(ServingOptions):
 
 
 @dataclass(slots=True, kw_only=True)
+class CalibrateOptions(ServingOptions):
+    """Options of `calibrate`: what the steps were measured on. ``calibration`` is one whose memory terms are kept."""
+
+    model: str | None = None
+
+
+@dataclass(slots=True, kw_only=True)
 class ExplainOptions(ServingOptions):
     """Options of `explain`; a topic takes those that its example depends on. Lists are texts such as ``50,200``.
 

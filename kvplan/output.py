@@ -118,7 +118,8 @@ class RequestWriter:
 
     def __call__(self, r: RequestRecord) -> None:
         """Write one request."""
-        status = r.rejected_for or ("finished" if r.finished is not None else "unfinished")
+        ended = "finished" if r.finished is not None else "aborted" if r.aborted is not None else "unfinished"
+        status = r.rejected_for or ended
         self._writer.writerow(
             [
                 _cell(r.request.id),
@@ -185,7 +186,7 @@ class EventWriter:
             ("aborted", list(record.aborted)),
         ]
         if turn is not None:
-            closed = self._preemptions.fold(turn, record.step, record.start, record.end)
+            closed = self._preemptions.fold(turn, record.step, record.start, record.planned_end)
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
                 ("drafts", {s.id: tokens for s, tokens in turn.drafts.items()}),

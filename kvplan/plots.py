@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from fractions import Fraction
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from kvplan.core.request import seconds
 from kvplan.errors import InputError
+
+if TYPE_CHECKING:
+    from kvplan.jobs.kernel_bench import KernelResult
 
 
 class Point(NamedTuple):
@@ -129,6 +132,34 @@ def draw_comparison(path: Path, bars: Sequence[Bar], axis: str) -> None:
         panel.set_xticks(places, [bar.label for bar in bars])
         panel.set_xlim(-0.6, len(bars) - 0.4)
     panels[-1].set_xlabel(axis)
+    figure.savefig(path)
+
+
+def draw_bandwidths(path: Path, results: Sequence[KernelResult]) -> None:
+    """Draw how near each timed kernel comes to the datasheet's bandwidth, over the bytes of keys and values."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    panel = figure.subplots()
+    lines: dict[str, list[tuple[int, float]]] = {}
+    for row in results:
+        share = row.bandwidth_share if row.bandwidth_share is not None else row.copy_share
+        if share is not None and row.bytes_moved is not None:
+            lines.setdefault(f"{row.kernel}, {row.kv_cache_dtype}", []).append((row.bytes_moved, 100 * share))
+    if not lines:
+        raise InputError(
+            "nothing was timed", where=str(path), hint="a picture needs a GPU, and no --validate-only"
+        )
+    for (label, points), mark in zip(sorted(lines.items()), cycle("osD^v"), strict=False):
+        across, up = zip(*sorted(points), strict=True)
+        panel.plot(across, up, f"{mark}-", label=label)
+    panel.set_xscale("log", base=2)
+    panel.set_xlabel("bytes moved by a launch")
+    panel.set_ylabel("share of the memory's bandwidth, %")
+    panel.set_ylim(0, 105)
+    panel.axhline(100, color="grey", linewidth=0.8)
+    panel.grid(visible=True, alpha=0.3)
+    panel.legend(frameon=False)
     figure.savefig(path)
 
 

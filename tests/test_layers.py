@@ -76,10 +76,12 @@ SCHEDULING = {
     "step_shape": 6,
     "cost": 7,
     "tally": 0,
+    "robust_fit": 0,
     "preemptions": 6,
     "metrics": 7,
     "simulate": 8,
     "pool_map": 9,
+    "course": 9,
 }
 
 #: Libraries, and the only modules that may import them; a name that ends in a dot is a whole package.
@@ -243,6 +245,8 @@ OUTER = {
     "kvplan.log_lines": [],
     "kvplan.startup_log": ["kvplan.errors", "kvplan.log_lines", "kvplan.options", "kvplan.python_repr"],
     "kvplan.calibration": ["kvplan.errors", "kvplan.safe_yaml"],
+    "kvplan.throughput_log": ["kvplan.errors"],
+    "kvplan.measurements": ["kvplan.errors", "kvplan.throughput_log"],
     "kvplan.log_budget": ["kvplan.calibration", "kvplan.serving", "kvplan.startup_log"],
     "kvplan.likely_causes": [
         "kvplan.errors",
@@ -273,8 +277,8 @@ OUTER = {
     ],
     "kvplan.output": ["kvplan.errors"],
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
-    # The type of a point of the timeline, which `kvplan.output` hands over.
-    "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    # The types of a point of the timeline, which `kvplan.output` hands over, and of a row of `kernel-bench`.
+    "kvplan.plots": ["kvplan.errors", "kvplan.jobs.kernel_bench", "kvplan.output"],
     "kvplan.step_time": ["kvplan.config", "kvplan.errors", "kvplan.serving"],
     "kvplan.topics.parts": ["kvplan.options"],
     "kvplan.topics.example": [
@@ -322,6 +326,20 @@ OUTER = {
     ],
     "kvplan.report.check": ["kvplan.jobs.check", "kvplan.report.tables", "kvplan.text"],
     "kvplan.report.audit": ["kvplan.jobs.audit", "kvplan.report.tables", "kvplan.text", "kvplan.units"],
+    "kvplan.report.calibrate": [
+        "kvplan.jobs.calibrate",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
+    "kvplan.report.run_audit": [
+        "kvplan.jobs.run_audit",
+    "kvplan.report.kernel_bench": [
+        "kvplan.jobs.kernel_bench",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
     "kvplan.report.catalogues": ["kvplan.report.tables", "kvplan.text", "kvplan.units"],
 }
 
@@ -329,6 +347,19 @@ OUTER = {
 @pytest.mark.parametrize("name", OUTER)
 def test_a_module_outside_the_core_imports_what_it_is_allowed(name: str) -> None:
     assert {one for one in own(name) if not one.startswith("kvplan.core.")} <= set(OUTER[name])
+
+
+KERNELS = [name for name in SOURCES if name.startswith("kvplan.kernels.")]
+#: The one module of the kernels that knows the job: it fills in its result.
+KERNEL_JOB = "kvplan.kernels.gpu_bench"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels_know_nothing_of_jobs_and_reports(name: str) -> None:
+    allowed = {"kvplan.errors", "kvplan.config", "kvplan.units", "kvplan.core.gpu"}
+    if name == KERNEL_JOB:
+        allowed.add("kvplan.jobs.kernel_bench")
+    assert {one for one in own(name) if one not in KERNELS} <= allowed
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -194,6 +195,10 @@ def simulate(
             help="Also find a small pool with no preemption, with N % of the requests preempted or such a hit rate.",
         ),
     ] = None,
+    uncertainty: Annotated[
+        bool,
+        typer.Option("--uncertainty", help="How far off latencies may be, by the error of the step times."),
+    ] = False,
     set: shared.Set = None,
     models: shared.Models = None,
     profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
@@ -202,6 +207,7 @@ def simulate(
     """Replay a trace through an engine's scheduler, block pool and prefix cache (vLLM's)."""
     from kvplan.jobs.min_blocks import find_min_blocks, parse_goal
     from kvplan.jobs.simulate import Simulation
+    from kvplan.jobs.uncertainty import check_source, known_slowdowns, latency_range
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
 
@@ -219,11 +225,19 @@ def simulate(
         if given is not None and not map:
             raise InputError(f"{name} has no map to add to", where=name, hint="give --map")
     settings = shared.from_params(SimulateOptions, ctx.params)
-    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail, wish)
+    if uncertainty:
+        check_source(trace)
+    simulation = Simulation(trace, settings)
+    slowdowns = known_slowdowns(simulation) if uncertainty else None
+    result = _run(simulation, requests, timeline, events, events_detail, wish)
     least, interrupted = None, result.simulation["status"] == "interrupted"
-    if goal is not None and not interrupted:
+    if not interrupted:
         try:
-            least = find_min_blocks(trace, settings, goal, watch=_progress())
+            if slowdowns is not None:
+                extent = latency_range(slowdowns, result.latency, trace, settings, watch=_progress())
+                result = replace(result, range=extent)
+            if goal is not None:
+                least = find_min_blocks(trace, settings, goal, watch=_progress())
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:

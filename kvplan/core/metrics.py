@@ -494,6 +494,7 @@ class Metrics:
         """Note that the client of a live request went away."""
         self.interrupt(row, tick)
         record = self._end_early(row)
+        self._preemptions.end(row[0])
         record.aborted = tick
         self._totals.aborted += 1
         self._tell(record)
@@ -676,6 +677,8 @@ class Metrics:
             record = self.records.pop(sequence.id)
             if record.decodes:
                 self._decoding -= record.measured
+            if record.preemptions:
+                self._preemptions.end(sequence.id)
             tokens = sequence.num_tokens
             record.finished = end
             record.output_tokens = tokens - record.request.input_tokens

@@ -113,6 +113,29 @@ class Verdict:
     valid: bool
 
 
+def verdict(
+    expected: reference.Expected,
+    allowed: reference.Tolerance,
+    output: Floats,
+    lse: NDArray[Any] | None = None,
+) -> Verdict:
+    """Compare an output ``[requests, heads, head_dim]``, and an lse where there is one, with the answer."""
+    used = allowed.excess(expected, output, lse)
+    errors = np.abs(output - expected.output)
+    largest = np.abs(expected.output).max(axis=-1, initial=0.0)
+    relative = errors.max(axis=-1, initial=0.0) / np.where(largest == 0, 1.0, largest)
+    return Verdict(
+        max_abs_error=float(errors.max(initial=0.0)),
+        max_rel_error=float(relative.max(initial=0.0)),
+        tolerance={
+            "rtol": allowed.relative,
+            "atol": float(allowed.absolute.max(initial=0.0)),
+            "used": used,
+        },
+        valid=used <= 1,
+    )
+
+
 @dataclass(frozen=True)
 class Problem:
     """A case for a variant: ``arrays`` by the names of the arguments' pointers, and the launches that solve it."""
@@ -151,20 +174,10 @@ class Problem:
         allowed = replace(
             self.tolerance, absolute=self.tolerance.absolute[known], lse=self.tolerance.lse[known]
         )
-        used = allowed.excess(kept, output[known], None if lse is None else lse[known]) if marked else np.inf
-        errors = np.abs(output[known] - kept.output)
-        largest = np.abs(kept.output).max(axis=-1, initial=0.0)
-        relative = errors.max(axis=-1, initial=0.0) / np.where(largest == 0, 1.0, largest)
-        return Verdict(
-            max_abs_error=float(errors.max(initial=0.0)),
-            max_rel_error=float(relative.max(initial=0.0)),
-            tolerance={
-                "rtol": allowed.relative,
-                "atol": float(allowed.absolute.max(initial=0.0)),
-                "used": used,
-            },
-            valid=used <= 1,
-        )
+        found = verdict(kept, allowed, output[known], None if lse is None else lse[known])
+        if marked:
+            return found
+        return replace(found, valid=False, tolerance={**found.tolerance, "used": np.inf})
 
 
 def problem(variant: Variant, case: Case, *, seed: int = 0) -> Problem:

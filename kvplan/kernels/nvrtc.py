@@ -56,11 +56,13 @@ class Compiled:
 def load_nvrtc() -> ModuleType:
     """``cupy.cuda.nvrtc``, found to work. Raises ``CudaMissing``."""
     try:
-        from cupy.cuda import nvrtc
+        from cupy.cuda import nvrtc, runtime
     except ImportError as error:
         raise CudaMissing(
             "cupy",
-            "CuPy is not installed" if error.name == "cupy" else f"CuPy does not load: {error}",
+            "CuPy is not installed"
+            if (error.name or "").partition(".")[0] == "cupy"
+            else f"CuPy does not load: {error}",
             hint="pip install 'kvplan[cuda13]' (or cuda12, for drivers older than 580)",
         ) from error
     try:
@@ -69,7 +71,7 @@ def load_nvrtc() -> ModuleType:
         raise CudaMissing(
             "nvrtc",
             "CuPy finds no NVRTC, the compiler of CUDA sources",
-            hint="pip install nvidia-cuda-nvrtc for cupy-cuda13x, nvidia-cuda-nvrtc-cu12 for cupy-cuda12x",
+            hint=f"pip install 'kvplan[cuda{runtime.runtimeGetVersion() // 1000}]'",
         ) from error
     module: ModuleType = nvrtc
     return module

@@ -193,7 +193,7 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "writes_raw": [(SYNCWARP, "p.out[256] = 1;")],
     "no_end": [(SYNCWARP, "for (volatile int k = 1; k;);")],
     "nobodys_memory": [(SYNCWARP, "*(volatile int*)8 = 1;")],
-    "divides": [(SYNCWARP, "volatile int zero = 0; stg(p.out, 1u % zero);")],
+    "divides": [(SYNCWARP, "volatile int zero = 0; stg(p.out, n % zero);")],
     "unwritten": [(WRITE, "if (i != 7) s[i] = ldg")],
     "no_barrier": [(BARRIER, "")],
     "blocks_race": [(OUT, "p.out + blockIdx.x / 2 + i")],
@@ -444,3 +444,9 @@ def test_a_cache_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(BuildFailed, match="cannot write a build"):
         executable([Source("kept.cu", HEAD + "void kept(P) {}", ("kept",))])
+
+
+def test_a_build_that_cannot_be_started(tmp_path: Path) -> None:
+    (tmp_path / "built").touch(mode=0o600)
+    with pytest.raises(BuildFailed, match="cannot start what was built"):
+        run(tmp_path / "built", [], {}, [])

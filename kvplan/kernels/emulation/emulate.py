@@ -21,6 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kvplan.kernels.emulation.build import BuildFailed
+
 Array = NDArray[Any]
 _SECTOR_BYTES = 32  # what a GPU's memory is read in
 _SANITIZER_EXIT = 66  # what runtime.cpp tells the sanitizers to exit with
@@ -147,11 +149,10 @@ def run(
     """
     settings = _numbers(limit_s, order, seed, int(traffic))
     program = settings + _packed(launches, arrays, outputs, addresses or {})
-    answer = subprocess.run([str(executable)], input=program, capture_output=True, check=False)
+    answer = _process([str(executable)], program)
     if b"unexpected memory mapping" in answer.stderr and shutil.which("setarch"):
         # Older ThreadSanitizers refuse some of the places that a kernel with much randomness gives memory.
-        command = ["setarch", "--addr-no-randomize", str(executable)]
-        answer = subprocess.run(command, input=program, capture_output=True, check=False)
+        answer = _process(["setarch", "--addr-no-randomize", str(executable)], program)
     text = answer.stderr.decode(errors="replace")
     reports = tuple(_reports(text))
     data = answer.stdout
@@ -169,6 +170,17 @@ def run(
         if name in outputs
     }
     return Outcome(given, None, reports, _traffic(reader, list(arrays)) if traffic else None)
+
+
+def _process(command: Sequence[str], program: bytes) -> subprocess.CompletedProcess[bytes]:
+    try:
+        return subprocess.run(command, input=program, capture_output=True, check=False)
+    except OSError as error:
+        raise BuildFailed(
+            f"cannot start what was built: {error.strerror or error}",
+            where=command[-1],
+            hint="name a folder that programs may be started from in XDG_CACHE_HOME",
+        ) from error
 
 
 def _packed(

@@ -1,14 +1,14 @@
-"""Every variant on every case, on the CPU: what `kvplan kernel-bench --emulate` shows."""
+"""Every variant on every case: what `kvplan kernel-bench` shows of them, on a GPU or emulated on the CPU."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 from kvplan.kernels.cache_cases import CacheProblem, copy_problem, reshape_problem
 from kvplan.kernels.cases import CASES, OUTPUTS, Case, Problem, Verdict, problem
@@ -24,8 +24,8 @@ _SCALES: tuple[Literal["none", "tensor", "head"], ...] = ("none", "tensor", "hea
 
 
 @dataclass(frozen=True)
-class EmulatedResult:
-    """What a variant gave for a case: a row of ``results``.
+class CaseResult:
+    """What a variant gave for a case.
 
     Where the launch was ended or the result is no number, errors are infinite and ``error`` says why. Kernels that
     write the cache are held to every byte; their ``batch`` is tokens or pairs of blocks, and ``seq`` is 0.
@@ -59,6 +59,23 @@ def _finite(row: Mapping[str, object]) -> dict[str, object]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in row.items()
     }
+
+
+class Solver(Protocol):
+    """What runs the launches of problems: the emulator, or a GPU."""
+
+    @property
+    def seed(self) -> int:
+        """Of the problems' numbers."""
+
+    def build(self, variants: Sequence[Variant], /) -> Any:
+        """A program with the variants, and the merges that they need."""
+
+    def attend(self, program: Any, posed: Problem, /, *, order: Order) -> Outcome:
+        """Solve a problem of attention."""
+
+    def write(self, program: Any, posed: CacheProblem, /, *, order: Order) -> Outcome:
+        """Solve a problem of writing the cache."""
 
 
 @dataclass(frozen=True)
@@ -100,35 +117,34 @@ class Emulator:
         )
 
 
-def validate_emulated(
+def validate(
     variants: Sequence[Variant],
     cases: Sequence[Case] = CASES,
     progress: Progress | None = None,
     *,
-    emulator: Emulator | None = None,
-) -> list[EmulatedResult]:
+    solver: Solver | None = None,
+) -> Iterator[CaseResult]:
     """Each variant on each case that is for it, compared with float64 or byte by byte.
 
-    Cases take turns with the order of threads. ``merge`` has no case: it is part of those of split and mma. Raises
-    ``NoCompiler`` and ``BuildFailed``.
+    The emulator solves them unless another solver is given; cases take turns with its order of threads. ``merge`` has
+    no case: it is part of those of split and mma. Raises what the solver's ``build`` does: ``NoCompiler`` and
+    ``BuildFailed``, or ``CudaMissing`` and ``CompilationFailed``.
     """
-    emulator = emulator or Emulator()
+    solver = solver or Emulator()
     tell = progress or (lambda done, total, name: None)
     tasks = [(variant, task) for variant in variants for task in _tasks(variant, cases)]
-    programs: dict[Variant, Path] = {}
-    rows = []
+    programs: dict[Variant, Any] = {}
     for number, (variant, task) in enumerate(tasks):
         tell(number, len(tasks), variant.name)
         if variant not in programs:
             at = variants.index(variant)
             together = variants[at : at + _BUILT_TOGETHER]
-            programs |= dict.fromkeys(together, emulator.build(together))
-        rows.append(task(emulator, programs[variant], list(Order)[number % len(Order)]))
+            programs |= dict.fromkeys(together, solver.build(together))
+        yield task(solver, programs[variant], list(Order)[number % len(Order)])
     tell(len(tasks), len(tasks), "")
-    return rows
 
 
-_Task = Callable[[Emulator, Path, Order], EmulatedResult]
+_Task = Callable[[Solver, Any, Order], CaseResult]
 
 
 def _tasks(variant: Variant, cases: Sequence[Case]) -> list[_Task]:
@@ -144,14 +160,12 @@ def _tasks(variant: Variant, cases: Sequence[Case]) -> list[_Task]:
             return [partial(_attended, variant, one) for one in cases]
 
 
-def _attended(
-    variant: Variant, case: Case, emulator: Emulator, program: Path, order: Order
-) -> EmulatedResult:
-    posed = problem(variant, case, seed=emulator.seed)
-    outcome = emulator.attend(program, posed, order=order)
+def _attended(variant: Variant, case: Case, solver: Solver, program: Any, order: Order) -> CaseResult:
+    posed = problem(variant, case, seed=solver.seed)
+    outcome = solver.attend(program, posed, order=order)
     failed = Verdict(math.inf, math.inf, {}, valid=False)
     verdict = posed.judge(outcome.outputs) if outcome.error is None else failed
-    return EmulatedResult(
+    return CaseResult(
         kernel=variant.kernel,
         variant=variant.name,
         case=case.name,
@@ -176,28 +190,26 @@ def _reshaped(
     layout: Literal["NHD", "HND"],
     block_size: int,
     scales: Literal["none", "tensor", "head"],
-    emulator: Emulator,
-    program: Path,
+    solver: Solver,
+    program: Any,
     order: Order,
-) -> EmulatedResult:
-    posed = reshape_problem(variant, layout=layout, block_size=block_size, scales=scales, seed=emulator.seed)
+) -> CaseResult:
+    posed = reshape_problem(variant, layout=layout, block_size=block_size, scales=scales, seed=solver.seed)
     name = f"{layout}, blocks of {block_size}, scales: {scales}"
-    return _written(posed, name, emulator.write(program, posed, order=order), block_size)
+    return _written(posed, name, solver.write(program, posed, order=order), block_size)
 
 
-def _copied(
-    variant: Variant, block_bytes: int, emulator: Emulator, program: Path, order: Order
-) -> EmulatedResult:
-    posed = copy_problem(variant, block_bytes=block_bytes, seed=emulator.seed)
+def _copied(variant: Variant, block_bytes: int, solver: Solver, program: Any, order: Order) -> CaseResult:
+    posed = copy_problem(variant, block_bytes=block_bytes, seed=solver.seed)
     name = f"blocks of {block_bytes} bytes in all layers"
-    return _written(posed, name, emulator.write(program, posed, order=order), 0)
+    return _written(posed, name, solver.write(program, posed, order=order), 0)
 
 
-def _written(posed: CacheProblem, name: str, outcome: Outcome, block_size: int) -> EmulatedResult:
+def _written(posed: CacheProblem, name: str, outcome: Outcome, block_size: int) -> CaseResult:
     variant, kv_heads = posed.variant, getattr(posed.launch.arguments, "num_kv_heads", 0)
     wrong = posed.wrong_bytes(outcome.outputs) if outcome.error is None else 0
     right = outcome.error is None and wrong == 0
-    return EmulatedResult(
+    return CaseResult(
         kernel=variant.kernel,
         variant=variant.name,
         case=name,
