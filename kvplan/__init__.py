@@ -2,8 +2,8 @@
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
 pool, `compare` through several engines or settings, `check` holds figures against a file of expectations, `audit`
-against an engine's start-up log, `explain` works an idea through, `kernel_bench` tries the attention kernels on a
-GPU. Nothing is loaded before it is used.
+against an engine's start-up log, `calibrate` fits times to what was measured, `explain` works an idea through,
+`kernel_bench` tries the attention kernels on a GPU. Nothing is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ __all__ = [
     "KvplanError",
     "__version__",
     "audit",
+    "calibrate",
     "check",
     "compare",
     "explain",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from kvplan.config import list_gpus, list_models, load_gpu, load_model
     from kvplan.errors import InputError, KvplanError
     from kvplan.jobs.audit import audit
+    from kvplan.jobs.calibrate import calibrate
     from kvplan.jobs.check import check
     from kvplan.jobs.compare import compare
     from kvplan.jobs.explain import explain
@@ -46,6 +48,7 @@ _HOMES = {
     "InputError": "kvplan.errors",
     "KvplanError": "kvplan.errors",
     "audit": "kvplan.jobs.audit",
+    "calibrate": "kvplan.jobs.calibrate",
     "check": "kvplan.jobs.check",
     "compare": "kvplan.jobs.compare",
     "explain": "kvplan.jobs.explain",

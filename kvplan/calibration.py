@@ -1,9 +1,12 @@
-"""What an engine measured when it started: kept in a small YAML file, and used in place of the estimate."""
+"""What was measured of an engine: kept in a small YAML file, and used in place of the estimate.
+
+The memory that it printed when it started, the constants that its step times were fitted to, or both.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args, get_type_hints
 
@@ -11,9 +14,10 @@ from kvplan.core.deployment import Deployment
 from kvplan.core.model import ModelSpec
 from kvplan.core.overhead import Overhead
 from kvplan.core.sizing import GpuBudget, OverheadSource
+from kvplan.core.step_constants import ChosenConstants, MeasuredError, StepConstants
 from kvplan.core.vllm_rules import nearest_rules
-from kvplan.errors import InputError, unknown_name
-from kvplan.safe_yaml import read_yaml
+from kvplan.errors import InputError, quoted, unknown_name
+from kvplan.safe_yaml import Node, read_yaml
 
 #: The form of the file; another one is refused.
 _VERSION = 1
@@ -21,13 +25,41 @@ _VERSION_KEY = "kvplan_calibration"
 _MAX_NUMBER = 1 << 60
 
 
+class StepTimes(NamedTuple):
+    """The constants of the step-time model that measured steps were fitted to, and what is left of their error.
+
+    ``source`` and ``form`` say what was measured. ``constants`` are those of `StepConstants` by name, ``fitted``
+    names those that the measurements decided; the others are what was shipped. Over ``num_steps`` steps the error is a
+    share of the measured time: ``median`` and ``p95``; measured over estimated time lies between ``low`` and ``high``
+    for nine steps of ten. None: there was no step to compare with.
+    """
+
+    source: str
+    form: str
+    constants: Mapping[str, float]
+    fitted: tuple[str, ...]
+    num_steps: int
+    median: float | None = None
+    p95: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+    def chosen(self) -> ChosenConstants:
+        """The constants with their name and error, as the latency model takes them."""
+        error = None
+        if self.median is not None and self.p95 is not None:
+            error = MeasuredError(self.median, self.p95, self.num_steps, self.source, self.low, self.high)
+        return ChosenConstants(StepConstants(**self.constants), f"calibrated: {self.source}", error)
+
+
 class Calibration(NamedTuple):
     """Memory that one start of an engine measured, in bytes on one GPU, and the settings that it holds for.
 
-    None is unknown. ``overhead_bytes`` is what of the budget (memory x utilization) was neither weights nor KV: the
-    sum that decides how much is left, even where its parts are not printed. It is that of the rank with the least
-    memory for KV; the log's rounding allows ``rounding_bytes`` more or less. ``source`` is file and line of the log.
-    ``num_layers``, ``hidden_size`` and ``vocab_size`` tell models apart, whatever they are called.
+    None is unknown; ``step_times`` are what its steps took. ``overhead_bytes`` is what of the budget (memory x
+    utilization) was neither weights nor KV: the sum that decides how much is left, even where its parts are not
+    printed. It is that of the rank with the least memory for KV; the log's rounding allows ``rounding_bytes`` more or
+    less. ``source`` is file and line of the log. ``num_layers``, ``hidden_size`` and ``vocab_size`` tell models apart,
+    whatever they are called.
     """
 
     engine: str
@@ -58,46 +90,108 @@ class Calibration(NamedTuple):
     overhead_bytes: int | None = None
     rounding_bytes: int | None = None
     kv_memory_bytes: int | None = None
+    step_times: StepTimes | None = None
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether it says anything about memory beside weights and KV."""
+        parts = (self.overhead_bytes, self.activations_bytes, self.cuda_graphs_bytes, self.runtime_bytes)
+        return any(part is not None for part in parts)
 
 
 def save_calibration(file: TextIO, calibration: Calibration) -> None:
     """Write a calibration as YAML, a line each field that is known."""
     file.write(f"{_VERSION_KEY}: {_VERSION}\n")
-    for name, value in calibration._asdict().items():
-        if value is not None:
-            file.write(f"{name}: {json.dumps(value, allow_nan=False)}\n")
+    _write_fields(file, calibration._asdict(), "")
+
+
+def _write_fields(file: TextIO, values: Mapping[str, object], indent: str) -> None:
+    for name, value in values.items():
+        if isinstance(value, StepTimes | Mapping):
+            file.write(f"{indent}{name}:\n")
+            _write_fields(file, value._asdict() if isinstance(value, StepTimes) else value, f"{indent}  ")
+        elif isinstance(value, float):
+            # YAML wants a point in every number with an exponent, which JSON leaves out.
+            mantissa, e, exponent = f"{value:.6g}".partition("e")
+            file.write(f"{indent}{name}: {mantissa if '.' in mantissa else f'{mantissa}.0'}{e}{exponent}\n")
+        elif value is not None:
+            file.write(f"{indent}{name}: {json.dumps(value, allow_nan=False)}\n")
 
 
 def load_calibration(path: Path) -> Calibration:
     """The calibration of a file that `save_calibration` wrote. Raises `InputError` at the first wrong field."""
     fields = read_yaml(path).mapping("the calibration")
-    values: dict[str, Any] = {name: node.value() for name, node in fields.items()}
-    version = values.pop(_VERSION_KEY, None)
+    version_node = fields.pop(_VERSION_KEY, None)
+    version = None if version_node is None else version_node.value()
     if version != _VERSION or isinstance(version, bool):
         raise InputError(
-            "the file is no calibration" if version is None else f"unknown form of calibration: {version}",
-            where=str(fields[_VERSION_KEY].key_place) if version is not None else str(path),
-            hint="give a file that kvplan audit LOG --save-calibration FILE wrote",
+            "the file is no calibration"
+            if version_node is None
+            else f"unknown form of calibration: {version}",
+            where=str(path) if version_node is None else str(version_node.key_place),
+            hint="give a file that kvplan calibrate DATA -o FILE or kvplan audit LOG --save-calibration FILE wrote",
         )
-    hints = get_type_hints(Calibration)
-    for name, written in values.items():
-        where = str(fields[name].key_place)
+    steps = fields.pop("step_times", None)
+    values = _values(fields, Calibration, "calibration", str(path), ("engine", "model", "source"))
+    return Calibration(
+        **{"version": None, **values}, step_times=None if steps is None else _step_times(steps)
+    )
+
+
+def _values(
+    fields: Mapping[str, Node], kind: type, what: str, where: str, needed: Sequence[str]
+) -> dict[str, Any]:
+    """The plain fields of a mapping, each of the kind that the class says. Raises `InputError` at the first wrong."""
+    hints = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for name, node in fields.items():
+        place = str(node.key_place)
         if name not in hints:
-            raise unknown_name("field of a calibration", name, hints, where=where)
+            raise unknown_name(f"field of a {what}", name, hints, where=place)
         kinds = get_args(hints[name]) or (hints[name],)
+        written = node.value()
         value = float(written) if float in kinds and type(written) is int else written
         values[name] = value
-        if type(value) not in kinds or (type(value) in (int, float) and not 0 <= value <= _MAX_NUMBER):
+        if type(value) not in kinds or (isinstance(value, int | float) and not 0 <= value <= _MAX_NUMBER):
             raise InputError(
-                f'{name} is "{value}", not {_WANTED[kinds[0]]}', where=where, hint="leave out what is unknown"
+                f"{name} is {quoted(value)}, not {_WANTED[kinds[0]]}",
+                where=place,
+                hint="leave out what is unknown",
             )
-    for name in ("engine", "model", "source"):
+    for name in needed:
         if not values.get(name):
-            raise InputError(f"{name} is missing", where=str(path), hint=f"add a line {name}: ...")
-    return Calibration(**{"version": None, **values})
+            raise InputError(f"{name} is missing", where=where, hint=f"add a line {name}: ...")
+    return values
 
 
 _WANTED = {str: "a text", int: "a whole number from 0 on", float: "a number from 0 on", bool: "true or false"}
+
+
+def _step_times(node: Node) -> StepTimes:
+    """The part of a calibration that is about time."""
+    fields = node.mapping("step_times")
+    where = str(node.place)
+    constants, fitted = fields.pop("constants", None), fields.pop("fitted", None)
+    if constants is None or fitted is None:
+        lacks = "constants" if constants is None else "fitted"
+        raise InputError(
+            f"{lacks} is missing", where=where, hint="write the file with kvplan calibrate DATA -o FILE"
+        )
+    numbers = _values(constants.mapping("constants"), StepConstants, "step-time model", where, ())
+    for name, value in numbers.items():
+        if name.endswith("_share") and not _LEAST_SHARE <= value <= _MOST_SHARE:
+            raise InputError(
+                f"{name} is {value}, not a share from {_LEAST_SHARE} to {_MOST_SHARE}",
+                where=str(constants.key_place),
+                hint="write the file with kvplan calibrate DATA -o FILE",
+            )
+    names = [item.value() for item in fitted.sequence("fitted")]
+    values = _values(fields, StepTimes, "calibration of step times", where, ("source", "form"))
+    return StepTimes(constants=numbers, fitted=tuple(map(str, names)), **{"num_steps": 0, **values})
+
+
+#: No part of a machine is slower, or faster, than so much of its datasheet.
+_LEAST_SHARE, _MOST_SHARE = 0.001, 10.0
 
 
 # In place of the estimate
@@ -157,6 +251,44 @@ def measured_overhead(
     beyond = _beyond_weights(kept, loaded, reasons, same_format=alike)
     measured = _overhead(kept, ours, total + beyond, slack)
     return _shifted(kept, deployment, measured, estimate, reasons)
+
+
+class MeasuredSteps(NamedTuple):
+    """The constants of a calibration, or None where it does not hold; ``reasons`` say why, and what else differs."""
+
+    chosen: ChosenConstants | None
+    reasons: tuple[str, ...]
+
+
+def measured_steps(
+    kept: Calibration, spec: ModelSpec, gpu: str | None, deployment: Deployment
+) -> MeasuredSteps:
+    """What the calibration says of the times of steps.
+
+    It holds for the same engine and GPU: the constants are those of the machine, and of the program on it. Another
+    model, version or parallelism is told, since it may use parts of the machine that were not measured.
+    """
+    steps = kept.step_times
+    if steps is None:
+        return MeasuredSteps(None, ())
+    refused = [
+        f"{what} {theirs} there, {ours} here"
+        for what, theirs, ours in (("engine", kept.engine, deployment.engine), ("GPU", kept.gpu, gpu))
+        if theirs is not None and theirs != ours
+    ]
+    if refused:
+        return MeasuredSteps(None, (f"its step times are not used: {'; '.join(refused)}",))
+    apart = [
+        f"{what} {theirs} there, {ours} here"
+        for what, theirs, ours in (
+            ("version", kept.version, deployment.version),
+            ("model", kept.model, spec.name),
+            ("tensor_parallel_size", kept.tensor_parallel_size, deployment.tensor_parallel_size),
+        )
+        if theirs is not None and theirs != ours
+    ]
+    told = f"its step times are carried over: {'; '.join(apart)}" if apart else None
+    return MeasuredSteps(steps.chosen(), (told,) if told else ())
 
 
 #: The GPU of a budget that only says how much memory there is.

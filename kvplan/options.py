@@ -154,11 +154,19 @@ class SimulateOptions(ServingOptions):
     burstiness: float | None = None
     concurrency: int | None = None
     seed: int | None = None
+    acceptance_rate: float | None = None
     warmup: float | None = None
     slo_ttft: float | None = None
     slo_tpot: float | None = None
     slo_e2e: float | None = None
     skip_bad_lines: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class CalibrateOptions(ServingOptions):
+    """Options of `calibrate`: what the steps were measured on. ``calibration`` is one whose memory terms are kept."""
+
+    model: str | None = None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -249,6 +257,7 @@ _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
         lambda shape: shape >= 1e-3,
         "write a number such as 1 (Poisson), 0.5 (bursts) or inf (even)",
     ),
+    ("acceptance_rate", lambda share: 0 <= share <= 1, "write a share from 0 to 1"),
     ("seed", lambda seed: 0 <= seed < 2**64, "write a whole number from 0 on"),
     ("warmup", lambda seconds: 0 <= seconds <= 1e9, "write seconds from 0 on"),
     ("long_prefill_token_threshold", lambda tokens: 0 <= tokens <= _MAX_COUNT, "write a number from 0 on"),

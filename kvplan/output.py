@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
-from kvplan.core.engine import DecodeRun
+from kvplan.core.engine import DecodeRun, Turn
 from kvplan.core.metrics import RequestRecord, e2e_ticks, queue_ticks, tpot_ticks, ttft_ticks
 from kvplan.core.preemptions import Case, PreemptionLog
 from kvplan.core.request import seconds
@@ -118,7 +118,8 @@ class RequestWriter:
 
     def __call__(self, r: RequestRecord) -> None:
         """Write one request."""
-        status = r.rejected_for or ("finished" if r.finished is not None else "unfinished")
+        ended = "finished" if r.finished is not None else "aborted" if r.aborted is not None else "unfinished"
+        status = r.rejected_for or ended
         self._writer.writerow(
             [
                 _cell(r.request.id),
@@ -151,29 +152,44 @@ class EventWriter:
     """Writes one JSON object a step; empty lists are left out. ``detail`` adds block ids.
 
     What a preemption cost is known later than why it happened: it stands in the line of the step that ends it.
+
+    With a batch queue (``has_queue``) a step is a call of the engine: ``out``, ``emitted`` and ``finished`` are of the
+    batch that it processed, all else of the one that it planned. With drafts a step may put out several tokens.
     """
 
-    def __init__(self, file: TextIO, scale: Fraction | None, *, detail: bool) -> None:
+    def __init__(
+        self,
+        file: TextIO,
+        scale: Fraction | None,
+        *,
+        detail: bool,
+        has_queue: bool = False,
+        has_drafts: bool = False,
+    ) -> None:
         self._file = file
         self._scale = scale
         self._detail = detail
         self._preemptions = PreemptionLog()
+        self._has_queue = has_queue
+        self._emits = has_queue or has_drafts
 
     def __call__(self, record: StepRecord) -> None:
         """Write one step."""
         line: dict[str, object] = {"step": record.step}
         scale = self._scale
         line["time_s"] = None if scale is None else seconds(record.start, scale)
-        lists: list[tuple[str, list[object]]] = [
-            ("arrived", [r.id for r in record.arrived]),
-            ("rejected", [r.id for r in record.rejected]),
-        ]
         turn = record.turn
         assert not isinstance(turn, DecodeRun), "steps are observed one by one"
+        lists: list[tuple[str, list[object] | dict[str, int]]] = [
+            ("arrived", [r.id for r in record.arrived]),
+            ("rejected", [r.id for r in record.rejected]),
+            ("aborted", list(record.aborted)),
+        ]
         if turn is not None:
             closed = self._preemptions.fold(turn, record.step, record.start, record.end)
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
+                ("drafts", {s.id: tokens for s, tokens in turn.drafts.items()}),
                 ("admitted", [s.id for s in turn.admitted]),
                 ("resumed", [s.id for s in turn.resumed]),
                 ("preempted", [s.id for s in turn.preempted]),
@@ -182,24 +198,37 @@ class EventWriter:
                 ("finished", [s.id for s in turn.finished]),
                 ("prefix_hits", [[s.id, tokens] for s, tokens in turn.prefix_hits]),
             ]
+            if self._emits:
+                lists.append(("emitted", [[s.id, 1 + turn.extra_tokens.get(s, 0)] for s in turn.sampled]))
         line.update((name, value) for name, value in lists if value)
         if turn is not None:
+            self._add_counts(line, turn)
+            if self._has_queue:
+                line.update({"out": record.out} if record.out is not None else {}, depth=record.depth)
+        elif record.free_blocks is not None:
+            line["free_blocks_end"] = record.free_blocks
+        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+
+    def _add_counts(self, line: dict[str, object], turn: Turn[Any]) -> None:
+        """Add what is counted after scheduling, if there was any, and at the end."""
+        if turn.planned:
             line["free_blocks"] = turn.free_blocks
-            line["free_blocks_end"] = turn.free_blocks_end
+        line["free_blocks_end"] = turn.free_blocks_end
+        if turn.planned:
             line["running"] = turn.running
             line["waiting"] = turn.waiting
-            moved = (
-                ("copied_blocks", turn.work.copied_blocks),
-                ("swapped_out_blocks", turn.work.swapped_out_blocks),
-                ("swapped_in_blocks", turn.work.swapped_in_blocks),
-            )
-            line.update((name, blocks) for name, blocks in moved if blocks)
-            if self._detail:
-                if turn.new_blocks:
-                    line["blocks"] = {s.id: blocks for s, blocks in turn.new_blocks.items()}
-                if turn.evicted_blocks:
-                    line["evicted_blocks"] = turn.evicted_blocks
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+        moved = (
+            ("copied_blocks", turn.work.copied_blocks),
+            ("swapped_out_blocks", turn.work.swapped_out_blocks),
+            ("swapped_in_blocks", turn.work.swapped_in_blocks),
+        )
+        line.update((name, blocks) for name, blocks in moved if blocks)
+        if self._detail:
+            changed = {**turn.new_blocks, **turn.new_tables}
+            if changed:
+                line["blocks"] = {s.id: blocks for s, blocks in changed.items()}
+            if turn.evicted_blocks:
+                line["evicted_blocks"] = turn.evicted_blocks
 
     def _cost(self, case: Case) -> dict[str, object]:
         """What a preemption cost its victim."""

@@ -62,6 +62,7 @@ class Served:
     budget: GpuBudget | None
     capacity: Capacity | None
     warnings: tuple[str, ...]
+    calibration: Calibration | None = None
 
     @property
     def deployment(self) -> Deployment:
@@ -143,6 +144,7 @@ class _Case(NamedTuple):
             budget=self.budget,
             capacity=capacity,
             warnings=tuple(self.warnings),
+            calibration=self.calibration,
         )
 
     def plan(self) -> Plan:
@@ -157,11 +159,13 @@ class _Case(NamedTuple):
         """
         kept, budget, sizing, deployment = self.calibration, self.budget, self.sizing, self.deployment
         if deployment.pool_is_given or budget is None:
-            if kept is not None:
+            if kept is not None and kept.step_times is None:
                 why = "the memory of a GPU is not known" if budget is None else "the pool is given"
                 self._say_once(f"the calibration has no effect: {why}")
             return Budget(budget, ())
-        if kept is not None:
+        if kept is not None and not kept.has_memory:
+            self.resolver.note("overhead", "estimated", "the calibration holds step times alone")
+        elif kept is not None:
             from kvplan.calibration import measured_overhead
 
             measured, source, reasons = measured_overhead(

@@ -10,7 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
-from kvplan.core.engine import GroupSpec, Policy, SchedulerConfig
+from kvplan.cache_groups import ONE_FULL_GROUP, CacheGroups
+from kvplan.core.drafts import METHODS, Drafting
+from kvplan.core.engine import Policy, SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.request import Request
@@ -30,6 +32,12 @@ if TYPE_CHECKING:
     from kvplan.core.engines.contiguous import ContiguousConfig
     from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
 
+#: Whether simulated runs are asynchronous where nothing else is said.
+_ASYNC_BY_DEFAULT = False
+#: Methods that draft from the model's hidden states, and look one token past a block
+#: (vLLM 0.33, config/speculative.py ``use_eagle``).
+_HIDDEN_STATE_METHODS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+
 #: What the CPU pool of engine paged may take on each GPU: the default of vLLM 0.1 (``--swap-space 4``).
 DEFAULT_SWAP_SPACE = 4 * 2**30
 
@@ -44,19 +52,28 @@ class Simulated(NamedTuple):
     ``version`` says whose rules it follows, ``verified`` how these are known: from recorded runs (golden), rule by
     rule from a text (read), or from a description (approximated). ``lacks`` names options that it does not have, each
     with the value that says what it does anyway (None: no value does). ``has_samples``: it takes requests with several
-    samples as they are.
+    samples as they are; ``has_aborts``: their clients may go away.
     """
 
     version: str
     verified: Literal["golden", "read", "approximated"]
     lacks: Mapping[str, object]
     has_samples: bool = False
+    has_aborts: bool = False
 
 
 _OF_PAGED = dict.fromkeys(("swap_space", "num_cpu_blocks_override", "quantum", "victim"))
+#: What only vLLM has; a model's own layers that draft count as memory anyway.
+_OF_VLLM: dict[str, object] = {
+    "async_scheduling": False,
+    "pipeline_parallel_size": 1,
+    "num_speculative_tokens": None,
+    "acceptance_rate": None,
+}
 _UNSPLIT: dict[str, object] = {"enable_chunked_prefill": False, "long_prefill_token_threshold": 0}
 _CONTIGUOUS: dict[str, object] = {
     **_OF_PAGED,
+    **_OF_VLLM,
     **_UNSPLIT,
     "preemption_mode": None,
     "enable_prefix_caching": False,
@@ -64,8 +81,8 @@ _CONTIGUOUS: dict[str, object] = {
 }
 
 SIMULATED = {
-    "vllm": Simulated("0.33.0", "golden", _OF_PAGED),
-    "paged": Simulated("Kwon et al. 2023", "read", _UNSPLIT, has_samples=True),
+    "vllm": Simulated("0.33.0", "golden", _OF_PAGED, has_aborts=True),
+    "paged": Simulated("Kwon et al. 2023", "read", {**_UNSPLIT, **_OF_VLLM}, has_samples=True),
     **dict.fromkeys(CONTIGUOUS_ENGINES, Simulated("Kwon et al. 2023", "approximated", _CONTIGUOUS)),
 }
 
@@ -100,6 +117,7 @@ class Pool:
     max_num_seqs: int
     max_model_len: int
     bytes_per_block: int | None = None
+    groups: CacheGroups = ONE_FULL_GROUP
 
 
 def longest_sequence(engine: Engine, num_gpu_blocks: int, block_size: int) -> tuple[int, str]:
@@ -132,7 +150,9 @@ def engine_config(
         return _paged_config(resolver, pool)
     if engine.name in CONTIGUOUS_ENGINES:
         return _contiguous_config(engine, resolver, pool, warnings)
-    return _scheduler_config(resolver, pool, scenario)
+    config = _scheduler_config(resolver, pool, scenario)
+    config.check_together()
+    return config
 
 
 class RunningEngine(TurningEngine, Protocol):
@@ -145,13 +165,12 @@ class RunningEngine(TurningEngine, Protocol):
 def has_fast_path(config: EngineConfig) -> bool:
     """Whether these settings can be run without visiting everything in each step.
 
-    Of vLLM's: one group with full attention on one stage, synchronous or asynchronous, without drafts.
+    Of vLLM's: groups with full attention and sliding windows on one stage, synchronous or asynchronous, without drafts.
     """
     if not isinstance(config, SchedulerConfig):
         return True
-    return (
-        config.groups == (GroupSpec(),) and config.pipeline_parallel_size == 1 and config.speculative is None
-    )
+    kinds = {group.kind for group in config.groups}
+    return kinds <= {"full", "sliding"} and config.pipeline_parallel_size == 1 and config.speculative is None
 
 
 def make_engine(config: EngineConfig, path: EnginePath) -> RunningEngine:
@@ -169,6 +188,18 @@ def make_engine(config: EngineConfig, path: EnginePath) -> RunningEngine:
 
 
 _SAMPLE_ID = re.compile(r"#[0-9]+\Z")
+
+
+def without_aborts(requests: Iterable[Request], engine: str) -> Iterator[Request]:
+    """For engines whose requests end by themselves. Raises `InputError` for one whose client goes away."""
+    for request in requests:
+        if request.abort is not None:
+            raise InputError(
+                f"not yet supported: engine {engine} with requests that are aborted",
+                where=f'id "{request.id[:60]}"',
+                hint="leave abort_s out, or use engine vllm",
+            )
+        yield request
 
 
 def one_request_a_sample(requests: Iterable[Request]) -> Iterator[Request]:
@@ -198,6 +229,7 @@ def _scheduler_config(
     resolver: Resolver[SimulateOptions], pool: Pool, scenario: SchedulerConfig | None
 ) -> SchedulerConfig:
     """The engine's settings; those without a flag come from a scenario, else they are the defaults."""
+    own_groups = scenario is None or pool.bytes_per_block is not None
     default = f"default of vllm {parse_engine(resolver.options.engine).version}"
     caching = resolver.choose("enable_prefix_caching", True, default)
     chunked = resolver.choose("enable_chunked_prefill", True, default)
@@ -213,10 +245,11 @@ def _scheduler_config(
         enable_chunked_prefill=chunked,
         long_prefill_token_threshold=threshold,
         policy=cast("Policy", policy),
-        groups=scenario.groups if scenario is not None else (GroupSpec(),),
-        async_scheduling=resolver.choose("async_scheduling", False, default),
+        groups=pool.groups.specs if scenario is None or own_groups else scenario.groups,
+        slots_a_block=pool.groups.slots_a_block if own_groups else None,
+        async_scheduling=resolver.choose("async_scheduling", _ASYNC_BY_DEFAULT, default),
         pipeline_parallel_size=resolver.choose("pipeline_parallel_size", 1, default),
-        speculative=scenario.speculative if scenario is not None else None,
+        speculative=_drafting(resolver, scenario),
     )
     without_flag = (
         "watermark",
@@ -229,6 +262,41 @@ def _scheduler_config(
     for name in without_flag:
         resolver.note(name, getattr(config, name), "trace" if scenario else default)
     return config
+
+
+def _drafting(resolver: Resolver[SimulateOptions], scenario: SchedulerConfig | None) -> Drafting | None:
+    """Speculative decoding: as given, else as in a scenario."""
+    options = resolver.options
+    tokens = options.num_speculative_tokens
+    if tokens is None:
+        for name in ("speculative_method", "acceptance_rate"):
+            if getattr(options, name) is not None:
+                raise InputError(
+                    f"{flag(name)} has no effect without drafts",
+                    where=flag(name),
+                    hint="add --num-speculative-tokens",
+                )
+        return scenario.speculative if scenario is not None else None
+    chosen = resolver.settings.get("speculative_method")
+    name = options.speculative_method or (str(chosen.value) if chosen and chosen.value else "")
+    method = "draft_model" if not name and options.speculative_model else name
+    drafts = "eagle" if method in _HIDDEN_STATE_METHODS or method.endswith("_mtp") else method
+    if drafts not in METHODS:
+        raise InputError(
+            f"not yet supported: simulation of drafts by {method or 'no named method'}",
+            where="--speculative-method",
+            hint=f"use {', '.join(METHODS)} or mtp",
+        )
+    if options.acceptance_rate is None:
+        raise InputError(
+            "how many drafts are right is not known",
+            where="--num-speculative-tokens",
+            hint="give --acceptance-rate, such as 0.7",
+        )
+    resolver.choose("num_speculative_tokens", tokens, "")
+    resolver.note("speculative_method", method, resolver.source_of("speculative_method"), given=True)
+    rate = resolver.choose("acceptance_rate", options.acceptance_rate, "")
+    return Drafting(drafts, tokens, rate, resolver.choose("seed", 0, "default"))
 
 
 def _paged_config(resolver: Resolver[SimulateOptions], pool: Pool) -> PagedConfig:

@@ -44,7 +44,7 @@ _FASTEST_BUS = 128 * 10**9
 #: Tokens over which the growth of compressed caches is whole.
 _GROWTH_SPAN = 128
 #: Kernels of a layer: four matrix products, two of attention, one each to rotate, to write the cache and for the MLP's
-#: product, two norms; and those that route to experts (router, top-k, sort, sum).
+#: product, two norms that add the residual; and those that route to experts (router, top-k, sort, sum).
 _LAYER_KERNELS = 11
 _EXPERT_KERNELS = 4
 #: The largest batch that vLLM captures a CUDA graph for (config/vllm.py, max_cudagraph_capture_size).
@@ -128,7 +128,7 @@ def _stage_shape(served: Served, stage: Stage) -> StageShape:
     else:
         reductions.append(Reductions(layers, tp, hidden))
     return StageShape(
-        kernels=layers * (_LAYER_KERNELS + (_EXPERT_KERNELS if experts else 0)),
+        kernels=layers * (_LAYER_KERNELS + (_EXPERT_KERNELS if experts else 0)) + _unfused(parts, tp),
         dense=_dense(served, parts, stage),
         head=_product([part for part in parts if part.group.kind == "head" and stage.is_last]),
         experts=experts,
@@ -137,6 +137,17 @@ def _stage_shape(served: Served, stage: Stage) -> StageShape:
         reductions=tuple(item for item in reductions if item.ranks > 1),
         sent_bytes=0 if stage.is_last else hidden,
     )
+
+
+def _unfused(parts: Sequence[RankPart], tensor_parallel_size: int) -> int:
+    """Kernels of a stage's layers that others have no need of.
+
+    A product whose result has a bias (OPT, BLOOM, GPT-NeoX, Phi) is followed by a plain layer norm, to which the
+    residual is added apart; so is the bias once ranks have added up their parts (vLLM layers/linear.py,
+    RowParallelLinear).
+    """
+    biases = [part for part in parts if part.group.name.endswith(("o_proj.bias", "down_proj.bias"))]
+    return sum(part.layers for part in biases) * (2 if tensor_parallel_size > 1 else 1)
 
 
 def _dense(served: Served, parts: Sequence[RankPart], stage: Stage) -> Matrices:

@@ -43,6 +43,7 @@ _KVPLAN_KEYS = frozenset(
     {
         "id",
         "arrival_s",
+        "abort_s",
         "input_tokens",
         "output_tokens",
         "priority",
@@ -169,7 +170,7 @@ class TraceStream:
                 origin = request.arrival  # wall-clock times: the trace's zero is its first request
             moved = request
             if origin or top != bottom:
-                moved = request._replace(arrival=(request.arrival - origin) * bottom // top)
+                moved = request.sent_at((request.arrival - origin) * bottom // top)
             if self._samples is not None:
                 moved = moved._replace(samples=self._samples)
             if self._first is None:
@@ -374,6 +375,8 @@ def to_json_line(request: Request) -> str:
         row["priority"] = request.priority
     if request.samples > 1:
         row["n"] = request.samples
+    if request.abort is not None:
+        row["abort_s"] = request.abort / PICOSECONDS
     if request.content:
         row["content"] = [list(segment) for segment in request.content]
     return json.dumps(row, separators=(",", ":"))
@@ -570,6 +573,11 @@ def _kvplan_row(text: str, number: int) -> Request:
         (),
         _samples(row["n"]) if "n" in row else 1,
     )
+    if "abort_s" in row:
+        abort = _ticks(row["abort_s"], "abort_s", PICOSECONDS)
+        if abort < request.arrival:
+            raise _BadLine(f"abort_s is {row['abort_s']}", "write a time from arrival_s on")
+        request = request._replace(abort=abort)
     if "content" in row and "hash_ids" in row:
         raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
     if "content" in row:

@@ -23,6 +23,7 @@ NAMES = [
     "KvplanError",
     "__version__",
     "audit",
+    "calibrate",
     "check",
     "compare",
     "explain",

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 import typer
 
 from kvplan import __version__
-from kvplan.cli import audit, catalogues, check, compare, explain, kernel_bench, simulate, size
+from kvplan.cli import audit, calibrate, catalogues, check, compare, explain, kernel_bench, simulate, size
 from kvplan.cli.options import LightGroup
 from kvplan.errors import InputError, KvplanError
 from kvplan.text import literal
@@ -51,6 +51,7 @@ simulate.register(app)
 compare.register(app)
 check.register(app)
 audit.register(app)
+calibrate.register(app)
 explain.register(app)
 kernel_bench.register(app)
 catalogues.register(app)

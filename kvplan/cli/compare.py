@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 #: Options of `simulate` that are about one run alone.
 _OF_ONE_RUN = (
     *("requests", "timeline", "events", "events_detail", "min_blocks", "profile"),
-    *("map", "at_step", "map_request"),
+    *("map", "at_step", "map_request", "uncertainty"),
 )
 
 

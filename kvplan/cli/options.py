@@ -142,7 +142,7 @@ Calibration = Annotated[
     typer.Option(
         "--calibration",
         metavar="FILE",
-        help="Memory that the engine measured, kept by kvplan audit, instead of the estimate.",
+        help="What was measured, kept by kvplan audit or kvplan calibrate, instead of the estimate.",
     ),
 ]
 Set = Annotated[

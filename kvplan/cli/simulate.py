@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -140,6 +141,10 @@ def simulate(
         str | None,
         typer.Option("--concurrency", metavar="N", help="Closed loop: N clients, each waits for its answer."),
     ] = None,
+    acceptance_rate: Annotated[
+        str | None,
+        typer.Option("--acceptance-rate", metavar="X", help="Chance that a draft token is right."),
+    ] = None,
     seed: Annotated[str | None, typer.Option("--seed", metavar="N", help="Of what is drawn (0).")] = None,
     warmup: Annotated[
         str | None,
@@ -190,6 +195,10 @@ def simulate(
             help="Also find a small pool with no preemption, with N % of the requests preempted or such a hit rate.",
         ),
     ] = None,
+    uncertainty: Annotated[
+        bool,
+        typer.Option("--uncertainty", help="How far off latencies may be, by the error of the step times."),
+    ] = False,
     set: shared.Set = None,
     models: shared.Models = None,
     profile: Annotated[bool, typer.Option("--profile", help="Add what this run itself took.")] = False,
@@ -198,6 +207,7 @@ def simulate(
     """Replay a trace through an engine's scheduler, block pool and prefix cache (vLLM's)."""
     from kvplan.jobs.min_blocks import find_min_blocks, parse_goal
     from kvplan.jobs.simulate import Simulation
+    from kvplan.jobs.uncertainty import check_source, known_slowdowns, latency_range
     from kvplan.options import SimulateOptions
     from kvplan.output import check_output_paths
 
@@ -215,11 +225,19 @@ def simulate(
         if given is not None and not map:
             raise InputError(f"{name} has no map to add to", where=name, hint="give --map")
     settings = shared.from_params(SimulateOptions, ctx.params)
-    result = _run(Simulation(trace, settings), requests, timeline, events, events_detail, wish)
+    if uncertainty:
+        check_source(trace)
+    simulation = Simulation(trace, settings)
+    slowdowns = known_slowdowns(simulation) if uncertainty else None
+    result = _run(simulation, requests, timeline, events, events_detail, wish)
     least, interrupted = None, result.simulation["status"] == "interrupted"
-    if goal is not None and not interrupted:
+    if not interrupted:
         try:
-            least = find_min_blocks(trace, settings, goal, watch=_progress())
+            if slowdowns is not None:
+                extent = latency_range(slowdowns, result.latency, trace, settings, watch=_progress())
+                result = replace(result, range=extent)
+            if goal is not None:
+                least = find_min_blocks(trace, settings, goal, watch=_progress())
         except KeyboardInterrupt:  # the trace was replayed: that is given
             interrupted = True
     for warning in result.warnings:
@@ -291,7 +309,14 @@ def _run(
         outputs.callback(simulation.trace.close)
         if events is not None:
             file = outputs.enter_context(whole_file(events))
-            observers.append(EventWriter(file, scale, detail=events_detail))
+            writer = EventWriter(
+                file,
+                scale,
+                detail=events_detail,
+                has_queue=simulation.has_queue,
+                has_drafts=simulation.has_drafts,
+            )
+            observers.append(writer)
         if timeline is not None:
             from kvplan.timeline import Timeline  # only such runs draw
 

@@ -72,6 +72,11 @@ class LatencyModel:
         self._step_ps = _ps(constants.step_s)
         self._sequence_ps = _ps(constants.sequence_s)
 
+    def with_constants(self, constants: StepConstants) -> LatencyModel:
+        """The same deployment with other constants."""
+        one = self.stages[0]
+        return LatencyModel([stage.shape for stage in self.stages], one.rates, constants, one.settings)
+
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
         """``(first, growth, valid)`` of steps in which only ``sequences`` decode, ``context`` tokens in the first.
 

@@ -16,6 +16,7 @@ there.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
@@ -88,6 +89,14 @@ class SchedulerConfig:
     slots_a_block: int | None = None
 
     @property
+    def is_one_full_group(self) -> bool:
+        """Whether there is one block table, with a block for every ``block_size`` tokens and no padding."""
+        spec, size = self.groups[0], self.block_size
+        if len(self.groups) > 1 or spec.kind != "full" or self.block_size_of(spec) != size:
+            return False
+        return self.block_slots == size and spec.payload in (None, size)
+
+    @property
     def block_slots(self) -> int:
         """Slots of a block, as they are counted."""
         if self.slots_a_block is not None:
@@ -136,6 +145,42 @@ class SchedulerConfig:
         """Blocks with which the engine starts: those of the longest sequence, and the null block."""
         return 1 + self.blocks_for(self.max_model_len)
 
+    def check_together(self) -> None:
+        """Refuse what vLLM does not do together, or is not simulated together. Raises `InputError`."""
+        drafts, states = self.speculative, [g for g in self.groups if g.kind == "state"]
+        threshold = self.long_prefill_token_threshold
+        if drafts and self.pipeline_parallel_size > 1 and not self.async_scheduling:
+            raise InputError(
+                "not yet supported: drafts with pipeline stages and synchronous scheduling",
+                where="--num-speculative-tokens",
+                hint="add --async-scheduling, or leave one of them out",
+            )
+        if drafts and 0 < threshold <= drafts.num_drafts:
+            raise InputError(
+                f"the engine would stop: long_prefill_token_threshold {threshold} is not above the "
+                f"{drafts.num_drafts} tokens that a draft proposes",
+                where="--long-prefill-token-threshold",
+                hint="raise it",
+            )
+        mode = "align" if self.enable_prefix_caching else "none"
+        if any(group.mode != mode for group in states):
+            raise InputError(
+                f"state groups are in mode {mode} where prefix caching is {'on' if mode == 'align' else 'off'}",
+                where="config.groups",
+                hint="change the mode or enable_prefix_caching",
+            )
+        sizes = {
+            self.block_size_of(group)
+            for group in self.groups
+            if (group.kind, group.mode) != ("state", "none")
+        }
+        if len(sizes) > 1 and any(group.kind in {"chunked", "state"} for group in self.groups):
+            raise InputError(
+                "groups with chunked-local attention or states need equal blocks",
+                where="config.groups",
+                hint="leave block_size out",
+            )
+
     def check(self) -> None:
         """Refuse what the engine refuses when it starts (vLLM 0.33, config/scheduler.py).
 
@@ -170,12 +215,14 @@ class SchedulerConfig:
             )
         needed = self.blocks_for(self.max_model_len)
         if needed > self.usable_blocks:
+            lengths = range(self.max_model_len + 1)
+            longest = bisect_right(lengths, self.usable_blocks, key=self.blocks_for) - 1
             raise DoesNotFit(
                 f"the engine would not start: one sequence of max_model_len {self.max_model_len:,} needs "
                 f"{needed:,} blocks, the pool has {max(self.usable_blocks, 0):,} usable",
                 where="--max-model-len",
-                hint=f"at most --max-model-len {self.usable_blocks * self.block_size} fits"
-                if self.usable_blocks > 0
+                hint=f"at most --max-model-len {longest} fits"
+                if longest > 0
                 else "give the pool at least two blocks: the null block holds nothing",
             )
 
@@ -309,9 +356,9 @@ class Turn(Generic[S]):
     ``new_tables`` has all its tables instead.
 
     An engine that does not visit those who decode counts them in ``decoders``; they are then neither in
-    ``scheduled`` nor in ``sampled``. Of the processed batch, ``started_decoding`` says who joined them, and
-    ``stopped_decoding`` who left them after the token that it put out; ``interrupted`` are those who lost their place
-    before their turn came, and got none.
+    ``scheduled`` nor in ``sampled``. Of the processed batch ``started_decoding`` says who joins them. Who
+    loses that place before it is done is in ``interrupted`` if the processed batch has no token for it, else in
+    ``stopped_decoding``.
 
     ``planned`` and ``processed`` say which halves of a call took place; all counts are as they would be if nothing had
     been planned where it was not. ``keeps_going``: something else happened (an abort), or so few calls in a row did
@@ -403,13 +450,24 @@ class Turn(Generic[S]):
         return not self.scheduled and not self.decoders and not self.preempted and not self.keeps_going
 
 
+class Level(NamedTuple):
+    """Slots after the scheduling of a step, as in a `Turn`; the blocks in use by each group if there are several."""
+
+    empty_slots: int
+    reserved_slots: int
+    behind_slots: int
+    group_blocks: Seq[int]
+
+
 @dataclass(slots=True)
 class DecodeRun(Generic[S]):
     """What an engine did in ``steps`` steps in each of which the same ``decoders`` took a token, and nobody another.
 
     ``takes`` has the blocks taken in each step. Counts are as in a `Turn`, taken after scheduling the first step.
     ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
-    Sequences that finish do so in the last step.
+    Sequences that finish do so in the last step. With a batch queue the batch processed in the first step may be of
+    another kind: of it are ``sampled`` and ``started_decoding``, as in a `Turn`. With windows slots change in ways of
+    their own: ``levels`` has them after each step, in place of all that.
     """
 
     steps: int
@@ -428,8 +486,14 @@ class DecodeRun(Generic[S]):
     finished: Seq[S]
     free_blocks_end: int
     hole_slots: int = 0
-    behind_slots: int = 0
-    group_blocks: Seq[int] = ()
+    levels: Seq[Level] = ()
+    sampled: Seq[S] = ()
+    started_decoding: Seq[S] = ()
+
+    @property
+    def is_dead(self) -> bool:
+        """False: somebody decodes."""
+        return False
 
     @property
     def first_work(self) -> StepWork:

@@ -257,7 +257,7 @@ class _OverTime:
             self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
             if state.hole_slots:
                 self._in_holes += state.hole_slots * ticks
-            if state.group_blocks or state.behind_slots:
+            if isinstance(state, Turn) and (state.group_blocks or state.behind_slots):
                 self._of_groups.append((ticks, state.behind_slots, state.group_blocks))
 
     def note_run(
@@ -294,6 +294,23 @@ class _OverTime:
         self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
         if run.hole_slots:
             self._in_holes += run.hole_slots * total
+
+    def note_levels(
+        self, run: DecodeRun[Any], start: int, ticks: Seq[int], used: list[int], block_slots: int
+    ) -> None:
+        """Add steps so many ``ticks`` long, each with its own slots, of ``block_slots`` in a block."""
+        queues = (run.running, run.waiting, run.shared_blocks)
+        for level, length, blocks in zip(run.levels, ticks, used, strict=True):
+            inside = start + length - max(start, self.opening)
+            start += length
+            if inside <= 0:
+                continue
+            self._used.append(blocks)
+            self._ticks.append(inside)
+            tokens = blocks * block_slots - level.empty_slots
+            waste = level.empty_slots - level.reserved_slots
+            self._states.append((inside, *queues, tokens * inside, waste * inside))
+            self._of_groups.append((inside, level.behind_slots, level.group_blocks))
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
@@ -505,10 +522,8 @@ class Metrics:
             self._fold_extra_tokens(turn.extra_tokens)
         self.accepted_drafts += turn.accepted_drafts
         self.rejected_drafts += turn.rejected_drafts
-        for sequence in turn.started_decoding:
-            record = records[sequence.id]
-            record.decodes = True
-            self._decoding += record.measured
+        if turn.started_decoding:
+            self._start_decoding(turn.started_decoding)
         for sequence in turn.stopped_decoding:
             self._stop_decoding(records[sequence.id], end)
         if turn.finished:
@@ -525,16 +540,21 @@ class Metrics:
         tokens = first_used * self._block_slots - run.empty_slots
         waste = run.empty_slots - run.reserved_slots
         used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
-        if used[-1] > self.peak_blocks:
-            self.peak_blocks = used[-1]
-        self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
+        most = max(used) if run.levels else used[-1]
+        if most > self.peak_blocks:
+            self.peak_blocks = most
+        if run.levels:
+            self._over_time.note_levels(run, start, ticks, used, self._block_slots)
+        else:
+            self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
         if self._decoding:
             self._gaps.add(ticks[0], self._decoding)
-            if steps > 1:
-                self._gaps.add_all(ticks[1:], self._decoding)
+        if run.sampled:
+            self._fold_samples(run.sampled, start + ticks[0])
+            self._start_decoding(run.started_decoding)
+        if steps > 1 and self._decoding:
+            self._gaps.add_all(ticks[1:], self._decoding)
         if run.finished:
-            for sequence in run.finished:
-                self._decoding -= self.records[sequence.id].measured
             self._fold_finished(run.finished, end)
 
     def note_live(self, live: Iterable[Live]) -> None:
@@ -553,6 +573,13 @@ class Metrics:
         record.output_tokens = tokens - record.request.input_tokens
         record.peak_blocks = self._blocks_for(most_computed)
         return record
+
+    def _start_decoding(self, sequences: Iterable[Sequence]) -> None:
+        """Note who decodes from now on without being visited."""
+        for sequence in sequences:
+            record = self.records[sequence.id]
+            record.decodes = True
+            self._decoding += record.measured
 
     def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
         """Note that a request no longer decodes without being visited."""
@@ -627,6 +654,8 @@ class Metrics:
         totals = self._totals
         for sequence in finished:
             record = self.records.pop(sequence.id)
+            if record.decodes:
+                self._decoding -= record.measured
             tokens = sequence.num_tokens
             record.finished = end
             record.output_tokens = tokens - record.request.input_tokens

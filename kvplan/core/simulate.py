@@ -122,8 +122,8 @@ class _Device:
         """When the batch ends that is processed next."""
         return self._batches[0][1]
 
-    def run(self, turn: Turn[Any], step: int, now: int) -> None:
-        """Take on the batch planned in ``turn``; one that computes and moves nothing takes no time."""
+    def run(self, turn: Turn[Any], now: int) -> int:
+        """When the batch ends that is planned in ``turn``; one that computes and moves nothing takes no time."""
         work = turn.work
         takes_time = turn.scheduled or turn.decoders or work.moves_blocks
         ends = self._ends
@@ -132,11 +132,11 @@ class _Device:
             if takes_time:
                 now += price(work)
             ends[stage] = now
-        self._batches.append((step, now))
         self.last_end = now
+        return now
 
     def put(self, step: int, end: int) -> None:
-        """Take on the last batch of a run, which ends at ``end``."""
+        """Hold a batch until it is processed."""
         self._ends[-1] = self.last_end = end
         self._batches.append((step, end))
 
@@ -150,30 +150,27 @@ class _Aborts:
 
     def __init__(self) -> None:
         #: Requests that are live and will be aborted.
-        self._live: set[str] = set()
+        self.live: set[str] = set()
         self._num_added = 0
         # By tick, then by order of addition: tick, place, id, whether in the middle of a step.
         self._coming: list[tuple[int, int, str, bool]] = []
         self._unheard: list[str] = []
 
-    def __bool__(self) -> bool:
-        return bool(self._live)
-
     def expect(self, request: Request) -> None:
         """Note an added request that will be aborted."""
         assert request.abort is not None, "the caller asks"
-        self._live.add(request.id)
+        self.live.add(request.id)
         heappush(self._coming, (request.abort, self._num_added, request.id, request.abort_mid))
         self._num_added += 1
 
     def forget(self, request_id: str) -> None:
         """A request has ended."""
-        self._live.discard(request_id)
+        self.live.discard(request_id)
 
     @property
     def next_tick(self) -> int | None:
         """When the next client goes away; None if none will."""
-        while self._coming and self._coming[0][2] not in self._live:
+        while self._coming and self._coming[0][2] not in self.live:
             heappop(self._coming)
         return self._coming[0][0] if self._coming else None
 
@@ -192,7 +189,7 @@ class _Aborts:
     def while_waiting(self, end: int) -> tuple[list[str], list[str]]:
         """Those who go while the engine waits until ``end``, and all of whom it learns then."""
         going = [name for name, _ in self._pop(end - 1)]
-        known = [*(name for name in self._unheard if name in self._live), *going]
+        known = [*(name for name in self._unheard if name in self.live), *going]
         self._unheard.clear()
         return going, known
 
@@ -200,7 +197,7 @@ class _Aborts:
         due = []
         while self._coming and self._coming[0][0] <= now:
             _, _, name, in_mid_step = heappop(self._coming)
-            if name in self._live:
+            if name in self.live:
                 due.append((name, in_mid_step))
         return due
 
@@ -262,28 +259,26 @@ class _Loop:
         self._aborts = _Aborts()
         #: Who was let go while the engine waited; what the turn planned may be about them.
         self._gone: list[Live] = []
+        #: Whether the device has the batch of the turn that is being taken.
+        self._is_on_device = False
         self._now = 0
         self._steps = 0
 
     def play(self) -> Outcome:
         """Turn after turn, to the end."""
-        engine, metrics, observe, clients = self._engine, self._metrics, self._observe, self._clients
+        engine, metrics, clients, aborts = self._engine, self._metrics, self._clients, self._aborts
         while True:
             now = self._now
             arrived: list[Request] = []
             rejected: list[Request] = []
-            aborted: list[str] = []
             if clients.upcoming is not None and clients.due <= now:
                 self._take_arrivals(arrived, rejected)
-            if self._aborts:
-                aborted, known = self._aborts.before_turn(now)
-                for row in self._abort(known, now):
-                    metrics.abort(row, now)
+            aborted = self._let_go(now) if aborts.live else []
             number = now if self._step_numbered else self._steps
             if engine.is_idle:
-                if (rejected or aborted) and observe is not None:
+                if (rejected or aborted) and self._observe is not None:
                     free = engine.free_blocks if aborted and isinstance(engine, Aborting) else None
-                    observe(
+                    self._observe(
                         StepRecord(
                             number, now, now, None, arrived, rejected, aborted=aborted, free_blocks=free
                         )
@@ -293,11 +288,17 @@ class _Loop:
                 metrics.idle(now, clients.due)
                 self._now = clients.due
                 continue
-            record = StepRecord(number, now, now, None, arrived, rejected, aborted=aborted)
-            is_dead = self._take_turn(record)
-            if observe is not None:
-                observe(record)
-            if clients.upcoming is None and (is_dead or engine.is_livelocked) and self._next_event() is None:
+            turn, times, out = self._take_turn(number, aborted)
+            if self._observe is not None:
+                depth = self._device.depth
+                self._observe(
+                    StepRecord(number, now, self._now, turn, arrived, rejected, times, aborted, out, depth)
+                )
+            if (
+                clients.upcoming is None
+                and (turn.is_dead or engine.is_livelocked)
+                and self._next_event() is None
+            ):
                 return Outcome("stuck", engine.why_stuck())
 
     def _take_arrivals(self, arrived: list[Request], rejected: list[Request]) -> None:
@@ -316,6 +317,13 @@ class _Loop:
                 rejected.append(request)
                 clients.ended(1, self._now)
 
+    def _let_go(self, now: int) -> list[str]:
+        """Have the engine let go of those whose clients went away since the last turn; returns whose clients did."""
+        going, known = self._aborts.before_turn(now)
+        for row in self._abort(known, now):
+            self._metrics.abort(row, now)
+        return going
+
     def _abort(self, names: list[str], tick: int) -> list[Live]:
         """Have the engine let go of requests whose clients are gone; returns how far each got."""
         rows = []
@@ -329,53 +337,61 @@ class _Loop:
     def _next_event(self) -> int | None:
         """The tick of the next arrival or abort, None if there is none."""
         ticks = [] if self._clients.upcoming is None else [self._clients.due]
-        if self._aborts and (tick := self._aborts.next_tick) is not None:
+        if self._aborts.live and (tick := self._aborts.next_tick) is not None:
             ticks.append(tick)
         return min(ticks, default=None)
 
-    def _take_turn(self, record: StepRecord) -> bool:
-        """Have the engine take a turn, and note it; returns whether it was dead."""
+    def _take_turn(
+        self, number: int, aborted: list[str]
+    ) -> tuple[Turn[Any] | DecodeRun[Any], RunTimes | None, int | None]:
+        """Have the engine take a turn, from step ``number`` on, and note it; adds to ``aborted``.
+
+        Returns it, the times of a run, and the step that planned the batch processed first.
+        """
         engine, aborts = self._engine, self._aborts
+        times: RunTimes | None = None
+        most = 0
         shape = None if self._decode_price is None else engine.decode_shape()
-        most = 0 if shape is None else self._most_steps(record, shape)
+        if shape is not None:
+            times, most = self._forecast(*shape)
         if most:
             turn = engine.turn(most)
-        elif aborts:
-            turn = self._turn_with_aborts(record)
+        elif aborts.live:
+            turn = self._turn_with_aborts(number, aborted)
         else:
             turn = engine.turn()
         if isinstance(turn, DecodeRun):
-            self._note_run(turn, record)
+            times = times or self._run_times(self._price(turn.first_work), 0)
+            out: int | None = self._note_run(turn, times, number)
         else:
-            if record.turn is None and turn.planned:
-                self._device.run(turn, record.step, self._now)
-            self._note_turn(turn, record)
+            times = None
+            out = self._note_turn(turn, number)
         if turn.finished:
             self._clients.ended(len(turn.finished), self._now)
-            if aborts:
+            if aborts.live:
                 for sequence in turn.finished:
                     aborts.forget(sequence.id)
-        return not isinstance(turn, DecodeRun) and turn.is_dead
+        return turn, times, out
 
-    def _most_steps(self, record: StepRecord, shape: tuple[int, int]) -> int:
-        """How many steps of a run of decodes may be one turn: until somebody arrives, or as long as nobody goes away.
+    def _forecast(self, sequences: int, context: int) -> tuple[RunTimes, int]:
+        """The times of a run of decodes, and how many of its steps may be one turn.
 
-        0: somebody goes away in the first.
+        Until somebody arrives, or as long as nobody goes away: 0 if somebody does in the first.
         """
         assert self._decode_price is not None, "the caller asks"
-        first, growth, valid = self._decode_price(*shape)
-        record.times = self._run_times(first, growth)
+        first, growth, valid = self._decode_price(sequences, context)
+        times = self._run_times(first, growth)
         most = min(valid, _LONGEST_TURN)
         if self._clients.upcoming is not None:
-            most = record.times.steps_until(self._clients.due - self._now, most)
-        if not self._aborts:
-            return most
-        if self._aborts.has_unheard:
-            return 0
-        tick = self._aborts.next_tick
-        assert tick is not None, "somebody will go away"
-        # The step that ends as the client goes away is the last.
-        return record.times.steps_until(tick - self._now + 1, most + 1) - 1
+            most = times.steps_until(self._clients.due - self._now, most)
+        if self._aborts.live:
+            if self._aborts.has_unheard:
+                return times, 0
+            tick = self._aborts.next_tick
+            assert tick is not None, "somebody will go away"
+            # The step that ends as the client goes away is the last.
+            most = times.steps_until(tick - self._now + 1, most + 1) - 1
+        return times, most
 
     def _run_times(self, first: int, growth: int) -> RunTimes:
         """How long the steps of a run of decodes last, whose batches take ``first`` and each ``growth`` more.
@@ -386,34 +402,40 @@ class _Loop:
             return RunTimes(first, first + growth, growth)
         return RunTimes(1 if self._step_numbered else self._device.next_end - self._now, first, growth)
 
-    def _turn_with_aborts(self, record: StepRecord) -> Turn[Any] | DecodeRun[Any]:
+    def _turn_with_aborts(self, number: int, aborted: list[str]) -> Turn[Any] | DecodeRun[Any]:
         """A turn of one step in which clients may go away while the engine waits."""
 
         def wait(turn: Turn[Any]) -> None:
-            record.turn = turn
             if turn.planned:
-                self._device.run(turn, record.step, self._now)
+                self._device.put(number, self._device.run(turn, self._now))
+            self._is_on_device = True
             end = self._now + 1 if self._step_numbered else max(self._now, self._device.next_end)
             going, known = self._aborts.while_waiting(end)
-            record.aborted += going
+            aborted.extend(going)
             self._gone = self._abort(known, end)
 
         assert isinstance(self._engine, Aborting), "requests are aborted only where the engine can"
         return self._engine.turn(1, wait)
 
-    def _note_turn(self, turn: Turn[Any], record: StepRecord) -> None:
-        """Note one call of the engine, whose batch the device has."""
+    def _note_turn(self, turn: Turn[Any], number: int) -> int | None:
+        """Note one call of the engine; returns which step planned the batch that it processed."""
         device, now = self._device, self._now
-        end = now
-        if turn.processed:
-            record.out, end = device.hand_out()
-            end = max(now, end)
+        out, end = None, now
+        is_new = turn.planned and not self._is_on_device
+        self._is_on_device = False
+        if is_new and turn.processed and not device.depth:  # as always without a batch queue
+            out, end = number, device.run(turn, now)
+        else:
+            if is_new:
+                device.put(number, device.run(turn, now))
+            if turn.processed:
+                out, end = device.hand_out()
+                end = max(now, end)
         if turn.is_dead:
             event = self._next_event()
             end = now if event is None else event
         elif self._step_numbered:
             end = now + 1
-        record.turn, record.end, record.depth = turn, end, device.depth
         for row in self._gone:
             self._metrics.interrupt(row, now)
         self._metrics.fold(turn, now, end, end if self._step_numbered else device.last_end)
@@ -422,16 +444,16 @@ class _Loop:
         self._gone = []
         self._steps += 1
         self._now = end
+        return out
 
-    def _note_run(self, run: DecodeRun[Any], record: StepRecord) -> None:
-        """Note several steps of decodes."""
-        if record.times is None:
-            record.times = self._run_times(self._price(run.first_work), 0)
-        end = self._now + record.times.total(run.steps)
-        self._metrics.fold_run(run, self._now, end, record.times)
-        record.turn, record.end, record.out = run, end, record.step
+    def _note_run(self, run: DecodeRun[Any], times: RunTimes, number: int) -> int:
+        """Note several steps of decodes; returns which step planned what the first of them processed."""
+        out = number
+        end = self._now + times.total(run.steps)
+        self._metrics.fold_run(run, self._now, end, times)
         if self._device.depth:
-            record.out, _ = self._device.hand_out()
-            self._device.put(record.step + run.steps - 1, self._now + record.times.total(run.steps + 1))
+            out, _ = self._device.hand_out()
+            self._device.put(number + run.steps - 1, self._now + times.total(run.steps + 1))
         self._steps += run.steps
         self._now = end
+        return out

@@ -64,6 +64,11 @@ class StepConstants:
         values.update({name: _inverse(name, value) for name, value in coefficients.items()})
         return StepConstants(**values)
 
+    def slowed(self, factor: float) -> StepConstants:
+        """These constants with every part of a step so many times as long; a request's own time stays."""
+        coefficients = self.coefficients()
+        return self.with_coefficients({name: factor * coefficients[name] for name in CONSTANT_NAMES})
+
 
 def _inverse(name: str, value: float) -> float:
     return 1 / value if name.endswith("_share") else value
@@ -74,12 +79,27 @@ DATASHEET = StepConstants()
 
 
 class MeasuredError(NamedTuple):
-    """How far off a set of constants was: shares of the measured time, over so many rows of some data."""
+    """How far off a set of constants was: shares of the measured time, over so many rows of some data.
+
+    Of ten rows nine have a measured time from ``low`` to ``high`` times the estimate, where that is known.
+    """
 
     median: float
     p95: float
     rows: int
     data: str
+    low: float | None = None
+    high: float | None = None
+
+    @property
+    def slowdowns(self) -> tuple[float, float]:
+        """What an estimated time may be multiplied with: ``low`` and ``high``, else what the 95th percentile allows."""
+        least = 1 / (1 + self.p95) if self.low is None else self.low
+        return least, 1 / max(1 - self.p95, _LEAST_LEFT) if self.high is None else self.high
+
+
+#: An estimate that is longer than the measured time by nearly all of it says no more than that.
+_LEAST_LEFT = 0.05
 
 
 class ChosenConstants(NamedTuple):
@@ -126,14 +146,14 @@ UNMEASURED: dict[ConstantName, float] = {
 #: launches take in them is that of PyTorch, a few microseconds; ``api_s`` is what the first token of cached prompts
 #: takes beyond its steps (github inference-sim/training).
 VLLM_GENERATIONS = (
-    EngineCosts("vLLM with asynchronous scheduling", (0, 14), 6e-6, 0.5e-3, 15e-6, 8e-3, overlaps_host=True),
+    EngineCosts("vLLM with asynchronous scheduling", (0, 19), 6e-6, 0.5e-3, 15e-6, 8e-3, overlaps_host=True),
     EngineCosts("vLLM V1 without asynchronous scheduling", (0, 8), 6e-6, 0.5e-3, 15e-6, 8e-3),
     EngineCosts("vLLM V0", (0, 5), 6e-6, 1.1e-3, 61e-6, 8e-3),
-    EngineCosts("vLLM of 2023-24", (0, 0), 18.6e-6, 13.4e-3, 211e-6, 8e-3, has_graphs=False),
+    EngineCosts("vLLM of 2023-24", (0, 0), 23.9e-6, 9.2e-3, 264e-6, 8e-3, has_graphs=False),
 )
 _OVERLAPPING, _WAITING, _, _OLDEST = VLLM_GENERATIONS
 #: The oldest again, on the hosts of A100s.
-_OLDEST_ON_AMPERE = _OLDEST._replace(launch_kernel_s=30.1e-6, step_s=16.6e-3, sequence_s=340e-6)
+_OLDEST_ON_AMPERE = _OLDEST._replace(launch_kernel_s=30.1e-6, step_s=16.5e-3, sequence_s=340e-6)
 
 
 def launched_eagerly(costs: EngineCosts) -> EngineCosts:
@@ -164,9 +184,9 @@ MEASURED_ERRORS = {
         0.105, 0.201, 12, "decode steps of Llama-3.1-8B, seconds of a log"
     ),
     ("h100-80gb", _OLDEST.name): MeasuredError(
-        0.061, 0.118, 62, "decode steps of Llama-2-70B and BLOOM in 2023-24"
+        0.027, 0.1, 62, "decode steps of Llama-2-70B and BLOOM in 2023-24"
     ),
-    ("a100-80gb", _OLDEST.name): MeasuredError(0.032, 0.09, 29, "decode steps of Llama-2-70B in 2023-24"),
+    ("a100-80gb", _OLDEST.name): MeasuredError(0.034, 0.088, 29, "decode steps of Llama-2-70B in 2023-24"),
 }
 
 

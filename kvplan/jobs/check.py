@@ -339,7 +339,7 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         name,
         entry.place,
         allow_time=uncalibrated is not None and uncalibrated.value() is True,
-        has_calibration=options.calibration is not None,
+        calibration=options.calibration,
     )
     return PlannedCheck(
         name,
@@ -457,7 +457,7 @@ def _unknown_key(key: str, known: frozenset[str] | tuple[str, ...], node: Node) 
 
 
 def _expectations(
-    given: Mapping[str, Node], name: str, place: Place, *, allow_time: bool, has_calibration: bool
+    given: Mapping[str, Node], name: str, place: Place, *, allow_time: bool, calibration: str | None
 ) -> tuple[_Expectation, ...]:
     """What the check ``name`` at ``place`` expects; raises `InputError` if that is nothing."""
     if "expect" not in given:
@@ -465,7 +465,7 @@ def _expectations(
             f'check "{name}" expects nothing', where=str(place), hint="write expect: {fits: true}"
         )
     expectations = tuple(
-        _expectation(figure, node, allow_time=allow_time, has_calibration=has_calibration)
+        _expectation(figure, node, allow_time=allow_time, calibration=calibration)
         for figure, node in given["expect"].mapping("expect").items()
     )
     if not expectations:
@@ -475,14 +475,14 @@ def _expectations(
     return expectations
 
 
-def _expectation(figure: str, node: Node, *, allow_time: bool, has_calibration: bool) -> _Expectation:
+def _expectation(figure: str, node: Node, *, allow_time: bool, calibration: str | None) -> _Expectation:
     path = SHORT_NAMES.get(figure, figure)
-    if path.startswith(_TIME_FIGURES) and not allow_time:
+    if path.startswith(_TIME_FIGURES) and not allow_time and not _has_step_times(calibration):
         raise InputError(
             f"{figure} depends on step times, which are not calibrated",
             where=str(node.key_place),
             hint="add allow_uncalibrated: true to the check to use it all the same"
-            + (" (its calibration holds memory, no step times)" if has_calibration else ""),
+            + (" (its calibration holds memory, no step times)" if calibration is not None else ""),
         )
     value = node.value()
     if not isinstance(value, bool | int | float | str):
@@ -491,6 +491,15 @@ def _expectation(figure: str, node: Node, *, allow_time: bool, has_calibration: 
         )
     holds, is_text = _test(value, node.place)
     return _Expectation(figure, path, _text(value), holds, node.key_place, is_text)
+
+
+def _has_step_times(calibration: str | None) -> bool:
+    """Whether the file of a calibration holds what steps took."""
+    if calibration is None:
+        return False
+    from kvplan.calibration import load_calibration  # only such checks need it
+
+    return load_calibration(Path(calibration)).step_times is not None
 
 
 def _text(value: object) -> str:

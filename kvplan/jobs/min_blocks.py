@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvplan.errors import InputError
-from kvplan.jobs.simulate import Observer, SimulateResult, Simulation
+from kvplan.jobs.simulate import SimulateResult, Simulation, Watch, replay
 from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
 #: A pool that no trace fills; what it costs does not depend on its size.
 _UNBOUNDED = 10**8
-
-
-Watch = Callable[[Simulation], AbstractContextManager[Observer]]
 
 
 class Goal(NamedTuple):
@@ -109,13 +105,13 @@ def find_min_blocks(
 
     def meets(blocks: int) -> bool:
         if blocks not in tried:
-            result = _replay(with_pool(blocks), watch)
+            result = replay(with_pool(blocks), watch)
             all_served = result.requests.rejected == endless.requests.rejected
             tried[blocks] = all_served and _is_met(result, goal)
         return tried[blocks]
 
     in_endless = with_pool(_UNBOUNDED)
-    endless = _replay(in_endless, watch)
+    endless = replay(in_endless, watch)
     tried[_UNBOUNDED] = _is_met(endless, goal)
     if not tried[_UNBOUNDED]:
         return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
@@ -137,17 +133,6 @@ def find_min_blocks(
     if high == least:
         proof = "the least with which the engine starts: it must hold one sequence of --max-model-len"
     return MinBlocks(goal.text, high, proof, tuple(tried.items()))
-
-
-def _replay(simulation: Simulation, watch: Watch | None) -> SimulateResult:
-    if watch is None:
-        result = simulation.run()
-    else:
-        with watch(simulation) as observer:
-            result = simulation.run(turns=[observer])
-    if result.simulation["status"] == "interrupted":
-        raise KeyboardInterrupt
-    return result
 
 
 def _is_met(result: SimulateResult, goal: Goal) -> bool:

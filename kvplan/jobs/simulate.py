@@ -6,20 +6,23 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
+from kvplan.cache_groups import ONE_FULL_GROUP, cache_groups
 from kvplan.config import load_model
 from kvplan.core import metrics as figures
 from kvplan.core.cost import constant, constant_decode
-from kvplan.core.engine import SchedulerConfig, StepWork
+from kvplan.core.engine import SchedulerConfig
 from kvplan.core.engine_sizing import engine_sizing
-from kvplan.core.kv_cache import WHOLE
 from kvplan.core.pool_map import FullestStep, Pictured, PoolMap, pool_map
 from kvplan.core.preemptions import PreemptionCauses
 from kvplan.core.request import PICOSECONDS, seconds
-from kvplan.core.simulate import StepRecord, run
+from kvplan.core.simulate import Price, StepRecord, run
+from kvplan.core.step_constants import ChosenConstants
 from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.options import (
@@ -44,6 +47,7 @@ from kvplan.simulated_engines import (
     longest_sequence,
     make_engine,
     one_request_a_sample,
+    without_aborts,
 )
 from kvplan.step_time import latency_model
 from kvplan.trace import TraceStream, open_trace
@@ -56,6 +60,7 @@ DEFAULT_BLOCK_SIZE = 16
 DEFAULT_STEP_TIME = 0.02
 
 Observer = Callable[[StepRecord], None]
+Watch = Callable[["Simulation"], AbstractContextManager[Observer]]
 
 
 class MapWish(NamedTuple):
@@ -73,6 +78,30 @@ class Profile:
     cpu_s: float
     requests_per_s: float | None
     peak_rss_bytes: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyRange:
+    """The least and the most of each latency figure among three runs.
+
+    Of these one has every step as estimated, one ``low_slowdown`` times as long, one ``high_slowdown`` times.
+    """
+
+    low_slowdown: float
+    high_slowdown: float
+    low: figures.LatencyFigures
+    high: figures.LatencyFigures
+
+    def add_to(self, latency: dict[str, Any]) -> None:
+        """Give each figure of a ``latency`` block its low and its high."""
+        for name, figure in latency.items():
+            if name.endswith("_s"):
+                for end, value in (("low", getattr(self.low, name)), ("high", getattr(self.high, name))):
+                    figure[end] = {key: item for key, item in asdict(value).items() if key != "count"}
+        latency["model"] = {
+            **latency["model"],
+            "slowdowns": {"low": self.low_slowdown, "high": self.high_slowdown},
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +134,14 @@ class SimulateResult:
     profile: Profile
     seconds_per_tick: Fraction | None
     map: PoolMap | None = None
+    range: LatencyRange | None = None
     records: tuple[figures.RequestRecord, ...] = field(default=(), repr=False)
 
     def to_dict(self, *, profile: bool = False) -> dict[str, object]:
         """The JSON document without its version keys; what this machine took only with ``profile``."""
+        latency = asdict(self.latency)
+        if self.range is not None:
+            self.range.add_to(latency)
         document: dict[str, object] = {
             "config": settings_dict(self.config),
             "simulation": self.simulation,
@@ -123,7 +156,7 @@ class SimulateResult:
             "prefix_cache": asdict(self.prefix_cache),
             "preemptions": {**asdict(self.preemptions), **self._causes()},
             "drafts": asdict(self.drafts) if self.drafts else None,
-            "latency": asdict(self.latency),
+            "latency": latency,
             "goodput": asdict(self.goodput) if self.goodput else None,
             "warnings": list(self.warnings),
         }
@@ -164,19 +197,45 @@ class SimulateResult:
 
 
 def simulate(
-    trace: str | os.PathLike[str], *, map: MapWish | None = None, **options: object
+    trace: str | os.PathLike[str],
+    *,
+    map: MapWish | None = None,
+    uncertainty: bool = False,
+    **options: object,
 ) -> SimulateResult:
     """Replay a trace file, a shipped workload or ``-`` through an engine's scheduler and its KV pool.
 
-    ``options`` are the fields of `SimulateOptions`; ``map`` asks for a map of the pool. Raises `InputError` for
-    wrong input and `DoesNotFit` if the engine would not start.
+    ``options`` are the fields of `SimulateOptions`; ``map`` asks for a map of the pool, ``uncertainty`` for how far off
+    the latencies may be. Raises `InputError` for wrong input and `DoesNotFit` if the engine would not start.
 
     >>> simulate("chat").requests.unfinished
     0
     """
     records: list[figures.RequestRecord] = []
-    result = Simulation(os.fspath(trace), SimulateOptions.of(options)).run(on_request=records.append, map=map)
+    source, settings = os.fspath(trace), SimulateOptions.of(options)
+    simulation = Simulation(source, settings)
+    if uncertainty:
+        # Only such runs are run again.
+        from kvplan.jobs.uncertainty import check_source, known_slowdowns, latency_range
+
+        check_source(source)
+        slowdowns = known_slowdowns(simulation)
+    result = simulation.run(on_request=records.append, map=map)
+    if uncertainty:
+        result = replace(result, range=latency_range(slowdowns, result.latency, source, settings))
     return replace(result, records=tuple(sorted(records, key=lambda record: record.number)))
+
+
+def replay(simulation: Simulation, watch: Watch | None) -> SimulateResult:
+    """Run a simulation, with an observer that ``watch`` makes. Raises `KeyboardInterrupt` if it is interrupted."""
+    if watch is None:
+        result = simulation.run()
+    else:
+        with watch(simulation) as observer:
+            result = simulation.run(turns=[observer])
+    if result.simulation["status"] == "interrupted":
+        raise KeyboardInterrupt
+    return result
 
 
 class Simulation:
@@ -194,8 +253,9 @@ class Simulation:
         origins: Mapping[str, str] | None = None,
         *,
         num_gpu_blocks: int | None = None,
+        slowdown: float | None = None,
     ) -> None:
-        """``num_gpu_blocks`` replaces the size of the pool, all else being equal."""
+        """``num_gpu_blocks`` replaces the size of the pool, all else being equal; steps take ``slowdown`` as long."""
         check_options(options)
         self.options = options
         self.trace = open_trace(
@@ -207,13 +267,13 @@ class Simulation:
             samples=options.n,
         )
         try:
-            self._plan = _plan(self.trace, options, origins)
+            self._plan = _plan(self.trace, options, origins, slowdown)
             if num_gpu_blocks is not None:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
                 self._plan.config.check()
-            self._warmup = _warmup_ticks(options.warmup, self._plan.seconds_per_tick)
-            self._requests = offered(self.trace, options, self._plan.seconds_per_tick)
+            self._warmup = _warmup_ticks(options.warmup, self._plan.clock.seconds_per_tick)
+            self._requests = offered(self.trace, options, self._plan.clock.seconds_per_tick)
         except KvplanError:
             self.trace.close()
             raise
@@ -221,12 +281,28 @@ class Simulation:
     @property
     def seconds_per_tick(self) -> Fraction | None:
         """Seconds of a tick of the clock; None where arrivals are step-numbered without a step time."""
-        return self._plan.seconds_per_tick
+        return self._plan.clock.seconds_per_tick
+
+    @property
+    def slowdowns(self) -> tuple[float, float] | None:
+        """What each step's time may be multiplied with, at least and at most; None where its error is not known."""
+        return self._plan.clock.slowdowns
 
     @property
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return self._plan.config
+
+    @property
+    def has_queue(self) -> bool:
+        """Whether batches are planned before the output of the one before is processed."""
+        config = self._plan.config
+        return isinstance(config, SchedulerConfig) and config.queue_size > 1
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether tokens are drafted, so that a step may put out several."""
+        return isinstance(self._plan.config, SchedulerConfig) and self._plan.config.speculative is not None
 
     @property
     def usable_blocks(self) -> int:
@@ -268,6 +344,12 @@ class Simulation:
         rules = SIMULATED[plan.engine.name]
         fullest: FullestStep | None = None
         if map is not None:
+            if isinstance(plan.config, SchedulerConfig) and plan.config.groups != ONE_FULL_GROUP.specs:
+                raise InputError(
+                    "not yet supported: a map of a pool that several kinds of layers share",
+                    where="--map",
+                    hint="models whose layers keep all tokens can be drawn",
+                )
             assert isinstance(engine, Pictured), "watched engines can be drawn"
             fullest = FullestStep(engine, map.at_step)
             turns = [*turns, fullest]
@@ -277,21 +359,23 @@ class Simulation:
             block_size=plan.config.block_size,
             cache=plan.config if isinstance(plan.config, SchedulerConfig) else None,
             prefix_caching=plan.config.enable_prefix_caching,
-            seconds_per_tick=plan.seconds_per_tick,
+            seconds_per_tick=plan.clock.seconds_per_tick,
             warmup=self._warmup,
             slo=figures.Slo(self.options.slo_ttft, self.options.slo_tpot, self.options.slo_e2e),
             on_request=on_request,
         )
+        requests = self._requests if rules.has_aborts else without_aborts(self._requests, plan.engine.name)
         wall, cpu = time.perf_counter(), time.process_time()
         status, reason = "interrupted", None
         try:
             outcome = run(
-                self._requests if rules.has_samples else one_request_a_sample(self._requests),
+                requests if rules.has_samples else one_request_a_sample(requests),
                 engine,
-                plan.price,
+                plan.clock.price,
                 metrics,
-                decode_price=plan.decode_price,
+                decode_price=plan.clock.decode_price,
                 num_clients=self.options.concurrency,
+                front_end=plan.clock.front_end,
                 step_numbered=trace.step_numbered,
                 observe=_together([*observers, *turns]),
             )
@@ -363,7 +447,7 @@ def _result(
         prefix_cache=metrics.prefix_cache_figures(),
         preemptions=metrics.preemption_figures(),
         causes=metrics.preemption_causes(),
-        latency=metrics.latency(plan.latency_model),
+        latency=metrics.latency(plan.clock.model),
         goodput=metrics.goodput(),
         drafts=metrics.draft_figures()
         if isinstance(plan.config, SchedulerConfig) and plan.config.speculative
@@ -374,7 +458,7 @@ def _result(
             *(["all lies within the warm-up: there is nothing to measure"] if metrics.is_all_warmup else []),
         ),
         profile=profile,
-        seconds_per_tick=plan.seconds_per_tick,
+        seconds_per_tick=plan.clock.seconds_per_tick,
     )
 
 
@@ -417,16 +501,15 @@ class _Plan:
     """A run, resolved: the engine's settings, the price of a step, and where all came from."""
 
     config: EngineConfig
-    price: Callable[[StepWork], int]
-    decode_price: Callable[[int, int], tuple[int, int, int]]
-    seconds_per_tick: Fraction | None
-    latency_model: dict[str, object]
+    clock: _Clock
     settings: Settings
     warnings: list[str]
     engine: Engine
 
 
-def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None) -> _Plan:
+def _plan(
+    trace: TraceStream, options: SimulateOptions, origins: Mapping[str, str] | None, slowdown: float | None
+) -> _Plan:
     """Settings from flags, else from the trace, else the default model on the default GPU."""
     check_engine_options(options)
     sources = dict(origins or {})
@@ -446,9 +529,9 @@ def _plan(trace: TraceStream, options: SimulateOptions, origins: Mapping[str, st
         pool = _free_pool(resolver, engine)
     config = engine_config(engine, resolver, pool, scenario, warnings)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
-    price, decode_price, seconds_per_tick, model = _clock(trace, resolver, machine)
+    clock = _clock(trace, resolver, machine, warnings, slowdown)
     resolver.note_rest()
-    return _Plan(config, price, decode_price, seconds_per_tick, model, resolver.settings, warnings, engine)
+    return _Plan(config, clock, resolver.settings, warnings, engine)
 
 
 def _fill_from_scenario(
@@ -483,8 +566,6 @@ _MACHINE_OPTIONS = (
     "mamba_cache_dtype",
     "mamba_ssm_cache_dtype",
     "disable_hybrid_kv_cache_manager",
-    "num_speculative_tokens",
-    "speculative_method",
     "speculative_model",
     "enable_lora",
     "max_loras",
@@ -535,7 +616,8 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     warnings += served.warnings
     capacity, deployment = served.capacity, served.deployment
     assert capacity is not None, "there is a GPU, its memory or a pool"
-    check_simulated(served)
+    groups = cache_groups(served)
+    _refuse_context_parallelism(served)
     length = deployment.max_model_len
     if options.max_model_len == "auto":
         length = min(length, capacity.max_model_len_that_fits)
@@ -552,31 +634,19 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
         deployment.max_num_seqs,
         length,
         served.plan.pool.bytes_per_block(served.plan.stages[0]),
+        groups,
     )
     return _Machine(served, pool)
 
 
-def check_simulated(served: Served) -> None:
-    """Refuse what can be sized but not simulated yet. Raises `InputError`."""
-    groups, where = served.plan.pool.groups(1), f"model {served.spec.name}"
-    if len(groups) != 1 or not all(isinstance(item.cache, WHOLE) for item in served.plan.layers):
-        kinds = ", ".join(dict.fromkeys(cache.kind for cache, _ in served.spec.attention))
+def _refuse_context_parallelism(served: Served) -> None:
+    size = served.deployment.cache.decode_context_parallel_size
+    if size > 1:
         raise InputError(
-            f"not yet supported: simulation of layers of several kinds ({kinds})",
-            where=where,
-            hint="kvplan size plans its memory; models whose layers keep all tokens can be simulated",
+            f"not yet supported: simulation with --decode-context-parallel-size {size}",
+            where="--decode-context-parallel-size",
+            hint="leave it out",
         )
-    for name, size in (
-        ("pipeline_parallel_size", served.deployment.pipeline_parallel_size),
-        ("decode_context_parallel_size", served.deployment.cache.decode_context_parallel_size),
-        ("num_speculative_tokens", served.deployment.cache.num_speculative_tokens),
-    ):
-        if size > 1 or (size and name == "num_speculative_tokens"):
-            raise InputError(
-                f"not yet supported: simulation with {flag(name)} {size}",
-                where=flag(name),
-                hint="leave it out",
-            )
 
 
 def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> Pool:
@@ -610,15 +680,28 @@ def _pool_source(options: SimulateOptions, machine: _Machine | None) -> str:
 
 # Time
 
-_Clock = tuple[
-    Callable[[StepWork], int],
-    Callable[[int, int], tuple[int, int, int]],
-    Fraction | None,
-    dict[str, object],
-]
+
+class _Clock(NamedTuple):
+    """Prices in ticks, seconds of a tick, the model behind them, and what its error allows to multiply them with.
+
+    A request reaches the engine ``front_end`` ticks after its arrival.
+    """
+
+    price: Price | tuple[Price, ...]
+    decode_price: Callable[[int, int], tuple[int, int, int]]
+    seconds_per_tick: Fraction | None
+    model: dict[str, object]
+    slowdowns: tuple[float, float] | None = None
+    front_end: int = 0
 
 
-def _clock(trace: TraceStream, resolver: Resolver[SimulateOptions], machine: _Machine | None) -> _Clock:
+def _clock(
+    trace: TraceStream,
+    resolver: Resolver[SimulateOptions],
+    machine: _Machine | None,
+    warnings: list[str],
+    slowdown: float | None,
+) -> _Clock:
     """Prices in ticks, seconds of a tick, and the name of the model behind them."""
     options = resolver.options
     step_time = options.step_time
@@ -629,19 +712,44 @@ def _clock(trace: TraceStream, resolver: Resolver[SimulateOptions], machine: _Ma
         ticks = 1 if trace.step_numbered else max(1, round(seconds * PICOSECONDS))
         model: dict[str, object] = {"name": "constant step time", "calibration": None, "measured_error": None}
         per_tick = seconds if trace.step_numbered else Fraction(1, PICOSECONDS)
-        return constant(ticks), constant_decode(ticks), per_tick, model
+        return _Clock(constant(ticks), constant_decode(ticks), per_tick, model)
     if trace.step_numbered:
         unknown: dict[str, object] = {"name": None, "calibration": None, "measured_error": None}
-        return constant(1), constant_decode(1), None, unknown
+        return _Clock(constant(1), constant_decode(1), None, unknown)
     assert machine is not None, "without a machine there is a step time"
-    cost, chosen = latency_model(machine.served, block_bytes=machine.pool.bytes_per_block or 0)
+    cost, chosen = latency_model(
+        machine.served,
+        block_bytes=machine.pool.bytes_per_block or 0,
+        chosen=_calibrated(machine.served, warnings),
+    )
+    if slowdown is not None:
+        cost = cost.with_constants(cost.constants.slowed(slowdown))
+    price: Price | tuple[Price, ...] = cost.step_ps
+    if len(cost.stages) > 1:
+        price = tuple(partial(cost.stage_ps, stage=stage) for stage in range(len(cost.stages)))
     error = chosen.measured_error
     model = {
         "name": "step-time model",
         "calibration": chosen.name,
         "measured_error": None if error is None else error._asdict(),
+        "front_end_s": chosen.constants.api_s,
     }
-    return cost.step_ps, cost.decode, Fraction(1, PICOSECONDS), model
+    slowdowns = None if error is None else error.slowdowns
+    front_end = round(chosen.constants.api_s * PICOSECONDS)
+    return _Clock(price, cost.decode, Fraction(1, PICOSECONDS), model, slowdowns, front_end)
+
+
+def _calibrated(served: Served, warnings: list[str]) -> ChosenConstants | None:
+    """The constants of the calibration, where there is one that holds."""
+    kept = served.calibration
+    if kept is None:
+        return None
+    from kvplan.calibration import measured_steps  # only such runs need it
+
+    gpu = served.gpu.name if served.gpu else None
+    steps = measured_steps(kept, served.spec, gpu, served.deployment)
+    warnings += [f"calibration of {kept.source}: {reason}" for reason in steps.reasons]
+    return steps.chosen
 
 
 def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:

@@ -11,7 +11,7 @@ from kvplan.text import literal
 from kvplan.units import format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
-    from kvplan.core.metrics import Distribution
+    from kvplan.core.metrics import Distribution, GroupBlocks
     from kvplan.jobs.min_blocks import MinBlocks
     from kvplan.jobs.simulate import SimulateResult
 
@@ -38,20 +38,26 @@ def print_simulation(screen: Screen, result: SimulateResult, *, profile: bool) -
         screen.say("latency: unknown, arrivals are step-numbered (give --step-time)")
         return
     times = new_table("latency", "count", "mean", "p50", "p90", "p95", "p99", "max")
-    for label, d in (
-        ("queue", latency.queue_s),
-        ("TTFT", latency.ttft_s),
-        ("TPOT", latency.tpot_s),
-        ("ITL", latency.itl_s),
-        ("E2E", latency.e2e_s),
+    for label, name in (
+        ("queue", "queue_s"),
+        ("TTFT", "ttft_s"),
+        ("TPOT", "tpot_s"),
+        ("ITL", "itl_s"),
+        ("E2E", "e2e_s"),
     ):
-        times.add_row(label, *_distribution(d))
+        times.add_row(label, *_distribution(getattr(latency, name)))
+        if result.range is not None:
+            for end, figures in (("  low", result.range.low), ("  high", result.range.high)):
+                times.add_row(end, "", *_distribution(getattr(figures, name))[1:])
     screen.show(times)
     if latency.model["calibration"]:
         screen.say(
-            f"Times are estimates of a {latency.model['name']} ({latency.model['calibration']}); "
+            f"Times are estimates of a {latency.model['name']} ({literal(str(latency.model['calibration']))}); "
             f"{_error(latency.model['measured_error'])}."
         )
+    if result.range is not None:
+        low, high = result.range.low_slowdown, result.range.high_slowdown
+        screen.say(f"low and high: every step {low:.3f} and {high:.3f} times as long, by that error")
 
 
 def _error(measured: object) -> str:
@@ -60,7 +66,7 @@ def _error(measured: object) -> str:
         return "their error is not known"
     return (
         f"steps were off by {format_share(measured['median'])} (median) and {format_share(measured['p95'])} "
-        f"(95th percentile) in {measured['data']}"
+        f"(95th percentile) in {literal(measured['data'])}"
     )
 
 
@@ -111,6 +117,35 @@ def _scheduler(result: SimulateResult) -> str:
     return f"vLLM {version}" if engine == "vllm" else f"{engine} ({version})"
 
 
+def _cache_rows(result: SimulateResult) -> list[tuple[str, str]]:
+    """Blocks by cache group, where there are several; what is behind windows; drafts."""
+    kv, drafts = result.kv, result.drafts
+    rows = []
+    kinds: dict[tuple[str, int], list[GroupBlocks]] = {}
+    for group in kv.groups if len(kv.groups) > 1 else ():
+        kinds.setdefault((group.kind, group.block_size), []).append(group)
+    for (kind, size), groups in kinds.items():
+        several = f", {len(groups)} groups of about" if len(groups) > 1 else ":"
+        mean, most = groups[0].blocks_mean, groups[0].blocks_max
+        rows.append(
+            (
+                "",
+                f"{kind} (blocks of {size:,}){several} mean {format_count(mean)}, max {format_count(most)} in use",
+            )
+        )
+    if kv.behind_window_share:
+        rows.append(("behind windows", f"{format_share(kv.behind_window_share)} of what is held"))
+    if drafts is not None:
+        rows.append(
+            (
+                "drafts",
+                f"{drafts.accepted:,} accepted, {drafts.rejected:,} rejected "
+                f"({format_share(drafts.acceptance_rate)} accepted)",
+            )
+        )
+    return rows
+
+
 def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
     kv, batch, cache, pre, counts = (
         result.kv,
@@ -124,6 +159,7 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
         (
             "requests",
             f"{counts.finished:,} finished, {counts.rejected:,} rejected, {counts.unfinished:,} unfinished"
+            + (f", {counts.aborted:,} aborted" if counts.aborted else "")
             + (f", {counts.truncated:,} cut short" if counts.truncated else ""),
         ),
         (
@@ -175,6 +211,7 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
             else "off",
         ),
     ]
+    rows += _cache_rows(result)
     if cache.copied_blocks:
         rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
     rows.append(

@@ -6,9 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
+from kvplan.cache_groups import cache_groups
 from kvplan.config import load_model
 from kvplan.core.cost import constant
-from kvplan.core.engine import SchedulerConfig, StepWork, Turn
+from kvplan.core.engine import GroupSpec, SchedulerConfig, StepWork, Turn
 from kvplan.core.engines.contiguous import Contiguous, ContiguousConfig
 from kvplan.core.engines.paged import Paged, PagedConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
@@ -17,7 +18,6 @@ from kvplan.core.pool_map import FullestStep, PoolMap, pool_map
 from kvplan.core.request import Request
 from kvplan.core.simulate import StepRecord, run
 from kvplan.errors import InputError
-from kvplan.jobs.simulate import check_simulated
 from kvplan.options import ExplainOptions, Resolver, flag
 from kvplan.serving import Served, find_gpu, serve
 from kvplan.topics.parts import Explanation, Part
@@ -59,7 +59,12 @@ class Example:
 
     def check_runnable(self) -> None:
         """Refuse a model whose layers do not all keep every token: the engines run no other. Raises `InputError`."""
-        check_simulated(self.served)
+        if cache_groups(self.served).specs != (GroupSpec(),):
+            raise InputError(
+                "this example needs a model whose layers keep all tokens",
+                where=f"model {self.served.spec.name}",
+                hint="choose another with --model",
+            )
 
     @property
     def block_size(self) -> int:

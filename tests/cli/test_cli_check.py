@@ -590,7 +590,28 @@ def test_a_calibration_that_does_not_hold_is_warned_of(cli: Cli, tmp_path: Path)
     assert 'kvplan: warning: check "a": calibration of ' in outcome.err
 
 
+MEMORY = 'kvplan_calibration: 1\nengine: "vllm"\nmodel: "llama-3.1-8b"\nsource: "a.log:1"\ngpu: "h100-80gb"\n'
+STEPS = """step_times:
+  source: "steps.csv"
+  form: "table of step times"
+  constants:
+    weights_bandwidth_share: 0.8
+  fitted: []
+  num_steps: 9
+"""
+
+
+def test_a_calibration_of_step_times_lets_a_check_judge_times(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "kept.yaml").write_text(MEMORY + STEPS)
+    (tmp_path / "c.yaml").write_text(
+        "version: 1\nengine: vllm@0.33\nchecks:\n"
+        "  - {name: a, trace: chat, limit: 5, calibration: kept.yaml, expect: {ttft_p95_s: '<= 1'}}\n"
+    )
+    assert cli("check c.yaml").code == 0
+
+
 def test_a_calibration_of_memory_is_none_of_step_times(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "kept.yaml").write_text(MEMORY)
     (tmp_path / "c.yaml").write_text(
         "version: 1\nengine: vllm@0.33\nchecks:\n"
         "  - {name: a, trace: chat, limit: 5, calibration: kept.yaml, expect: {ttft_p95_s: '<= 1'}}\n"

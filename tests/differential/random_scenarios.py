@@ -10,10 +10,10 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from kvplan.core.content import Piece, block_hashes
-from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
+from kvplan.core.engine import DecodeRun, Level, SchedulerConfig, Turn
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.extents import Extent, Holding, Node, _pieces
@@ -133,16 +133,29 @@ def compare_with_aborts(seed: int, *, publish_at_once: bool, skip: bool) -> Coun
     return compare_engines(config, draw_aborts(rng, requests), publish_at_once=publish_at_once, skip=skip)
 
 
+class Pools(Protocol):
+    """How to hold the pool of the fast engine against the plain one's."""
+
+    def compare(self, plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> None:
+        """The free queue in order by content; with ``publish_at_once`` the index with its copies too."""
+
+
 def compare_engines(
-    config: SchedulerConfig, requests: list[Request], *, publish_at_once: bool, skip: bool
+    config: SchedulerConfig,
+    requests: list[Request],
+    *,
+    publish_at_once: bool,
+    skip: bool,
+    pools: Pools | None = None,
 ) -> Counter[str]:
     """Run both engines side by side, in steps; returns how often what happened.
 
     ``publish_at_once`` forces the fast engine's late publishing in every turn (it must be invisible) and compares
-    the index with its copies too. ``skip`` lets it take many steps in a turn.
+    the index with its copies too. ``skip`` lets it take many steps in a turn. ``pools`` is for several groups.
     """
     pair = Pair(VllmPlain(config), Vllm(config))
-    plain, fast, hashes = pair.plain, pair.fast, Hashes(config.block_size)
+    plain, fast = pair.plain, pair.fast
+    pools = pools or OnePool(config.block_size)
     queue = list(reversed(requests))
     now = 0
     seen: Counter[str] = Counter()
@@ -161,9 +174,9 @@ def compare_engines(
         turn, step = pair.turn(most)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
-        if plain.is_livelocked or (step.is_dead and not events):
+        if not events and (plain.is_livelocked or step.is_dead):
             assert plain.why_stuck() == fast.why_stuck()
-        compare_pools(plain, fast, hashes, publish_at_once=publish_at_once)
+        pools.compare(plain, fast, publish_at_once=publish_at_once)
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
         now += taken
         seen.update(steps=taken, preemptions=len(step.preempted), skipped=taken - 1)
@@ -253,6 +266,7 @@ def compare_turn(
     assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in turn.sampled]
     for name in (*COUNTS, "evicted", "scheduled_tokens", "recomputed_tokens", "free_blocks_end"):
         assert getattr(step, name) == getattr(turn, name), name
+    assert (step.behind_slots, list(step.group_blocks)) == (turn.behind_slots, list(turn.group_blocks))
     assert step.work.decodes == turn.work.decodes
     assert step.work.decode_context == turn.work.decode_context
     assert sorted(step.work.chunks) == sorted(turn.work.chunks)
@@ -282,15 +296,35 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
         if i == 0:
             assert [getattr(step, name) for name in COUNTS] == [getattr(run, name) for name in COUNTS]
             assert step.work == run.first_work
+            sampled = {s.id for s in run.sampled}
+            assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in run.sampled]
         else:
             free -= run.takes[i]
             cached = min(cached, free)  # blocks without content are taken first
-        assert (step.free_blocks, step.cached_blocks) == (free, cached)
+        assert step.free_blocks == free
+        if run.levels:
+            assert level_of(step) == run.levels[i]._replace(group_blocks=list(run.levels[i].group_blocks))
+        else:
+            assert step.cached_blocks == cached
         assert not step.finished or i == run.steps - 1
     assert [s.id for s in step.finished] == [s.id for s in run.finished]
     assert (evicted, step.free_blocks_end) == (run.evicted, run.free_blocks_end)
     assert (step.running, step.waiting) == (run.running, run.waiting)
     return step
+
+
+def level_of(step: Turn[Any]) -> Level:
+    return Level(step.empty_slots, step.reserved_slots, step.behind_slots, list(step.group_blocks))
+
+
+class OnePool:
+    """`Pools` of one full group."""
+
+    def __init__(self, block_size: int) -> None:
+        self._hashes = Hashes(block_size)
+
+    def compare(self, plain: VllmPlain, fast: Vllm, *, publish_at_once: bool) -> None:
+        compare_pools(plain, fast, self._hashes, publish_at_once=publish_at_once)
 
 
 def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_once: bool) -> None:
@@ -327,7 +361,7 @@ def check_pool(fast: Vllm) -> None:
     assert pool.idle == sum(extent.high - extent.low for extent in idle)
     users: Counter[Extent] = Counter()
     uncached = 0
-    for member, holding in fast._holdings.items():
+    for member, holding in fast.blocks._holdings.items():
         position = 0
         for entry, end in holding.table:
             for extent in _pieces(entry, end):
@@ -362,7 +396,7 @@ def publish_decoded(fast: Vllm) -> None:
     """Enter all that decoders have filled, which is otherwise done when it can be seen."""
     for member in fast.running:
         if member.decoding:
-            holding = fast._holdings[member]
+            holding = fast.blocks._holdings[member]
             filled = (member.base + fast.cohort.step - fast._lag) // fast.config.block_size
             fast.pool.publish(holding, filled, lambda _run: None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -41,6 +42,37 @@ def test_without_chunks_the_head_gets_in_when_an_answer_has_grown(publish_at_onc
     ]
     settings = config(enable_chunked_prefill=False)
     compare_engines(settings, requests, publish_at_once=publish_at_once, skip=skip)
+
+
+@BOTH
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_without_chunks_the_head_gets_in_as_soon_as_one_less_decodes(
+    publish_at_once: bool, skip: bool, asynchronous: bool
+) -> None:
+    """Three decode, so 17 tokens are left for a head of 18, until one of them has its last token planned."""
+    requests = [
+        ask("a", 0, 4, ("a", 0, 2)),
+        *(ask(f"r{i}", 0, 15, (f"p{i}", 0, 2)) for i in range(2)),
+        ask("head", 1, 1, ("h", 0, 18)),
+    ]
+    settings = config(enable_chunked_prefill=False, async_scheduling=asynchronous)
+    compare_engines(settings, requests, publish_at_once=publish_at_once, skip=skip)
+
+
+@BOTH
+def test_a_victim_that_is_done_but_for_its_output_stands_before_the_one_whose_turn_it_is(
+    publish_at_once: bool,
+) -> None:
+    """In call 4 all 7 blocks are taken, "urgent" needs one, and "done" has its last token in flight."""
+    requests = [
+        ask("done", 0, 4, ("d", 0, 2))._replace(priority=2),
+        ask("urgent", 1, 6, ("u", 0, 2)),
+        ask("other", 1, 6, ("o", 0, 1))._replace(priority=1),
+    ]
+    settings = config(num_gpu_blocks=8, policy="priority", async_scheduling=True)
+    seen = compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
+    assert (seen["preemptions"], seen["finished while waiting"]) == (1, 1)
 
 
 @BOTH
@@ -89,6 +121,8 @@ def test_prompts_and_answers_that_fill_equal_blocks_side_by_side(first: int) -> 
         requests.sort(key=lambda request: request.arrival)
         for publish_at_once in (False, True):
             compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
+        settings = replace(settings, async_scheduling=True)
+        compare_engines(settings, requests, publish_at_once=seed % 2 == 0, skip=False)
 
 
 @pytest.mark.parametrize("first", range(0, 300, 50))
@@ -116,3 +150,5 @@ def test_private_prompts_that_end_at_a_block_and_are_asked_for_now_and_then(firs
         requests.sort(key=lambda request: request.arrival)
         for publish_at_once in (False, True):
             compare_engines(settings, requests, publish_at_once=publish_at_once, skip=rng.random() < 0.5)
+        settings = replace(settings, async_scheduling=True)
+        compare_engines(settings, requests, publish_at_once=seed % 2 == 0, skip=seed % 4 < 2)

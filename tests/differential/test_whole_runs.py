@@ -43,7 +43,11 @@ def test_every_figure_is_equal_asynchronously_and_with_aborts(first: int) -> Non
 def compare_figures(seed: int, *, asynchronous: bool, aborts: bool) -> None:
     rng = Random(seed)
     config, requests = draw(rng)
-    config = replace(config, async_scheduling=asynchronous)
+    compare_whole(rng, replace(config, async_scheduling=asynchronous), requests, aborts=aborts)
+
+
+def compare_whole(rng: Random, config: SchedulerConfig, requests: list[Request], *, aborts: bool) -> None:
+    """Both engines with a drawn clock, warm-up and aborts: all figures."""
     step_numbered = rng.random() < 0.4
     if step_numbered or rng.random() < 0.2:
         ticks = 1 if step_numbered else 7
@@ -59,7 +63,7 @@ def compare_figures(seed: int, *, asynchronous: bool, aborts: bool) -> None:
         figures(kind(config), config, requests, warmup, price, decode_price, step_numbered)
         for kind in (VllmPlain, Vllm)
     )
-    assert plain == fast, f"seed {seed}"
+    assert plain == fast
 
 
 def with_abort(rng: Random, request: Request, scale: int, *, step_numbered: bool) -> Request:
@@ -104,6 +108,7 @@ def figures(
     metrics = Metrics(
         num_gpu_blocks=config.num_gpu_blocks,
         block_size=config.block_size,
+        cache=config,
         prefix_caching=config.enable_prefix_caching,
         seconds_per_tick=Fraction(1, 1000),
         warmup=warmup,

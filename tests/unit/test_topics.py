@@ -304,7 +304,7 @@ def test_attention_is_that_of_the_formula() -> None:
         ("paged-attention", {"model": "deepseek-v3"}, "keep no keys and values of heads (--model)"),
         ("preemption", {"requests": 27}, "27 requests are too many to draw (--requests)"),
         ("preemption", {"num_gpu_blocks_override": 8}, "8 blocks do not hold one request of 128 tokens"),
-        ("waste", {"model": "gemma-3-27b"}, "layers of several kinds"),
+        ("waste", {"model": "gemma-3-27b"}, "a model whose layers keep all tokens"),
     ],
 )
 def test_what_cannot_be_explained_is_an_error(topic: str, options: dict[str, object], message: str) -> None:

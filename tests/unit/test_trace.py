@@ -359,7 +359,8 @@ def test_a_bad_first_line_is_told_with_its_place(write: Write) -> None:
         ("arival_s", "did you mean arrival_s?"),
         (
             "zzz",
-            "known: arrival_s, content, hash_block_size, hash_ids, id, input_tokens, n, output_tokens, priority",
+            "known: abort_s, arrival_s, content, hash_block_size, hash_ids, id, input_tokens, n, output_tokens, "
+            "priority",
         ),
     ],
 )

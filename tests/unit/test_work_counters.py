@@ -10,6 +10,7 @@ import pytest
 from kvplan.core.cohort import Member
 from kvplan.core.cost import constant, constant_decode
 from kvplan.core.engine import SchedulerConfig, Turn
+from kvplan.core.engines.full_blocks import FullBlocks
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.extents import Extent, ExtentPool, Holding, Node
 from kvplan.core.metrics import Metrics
@@ -46,7 +47,9 @@ class CountingEngine(Vllm):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        self.pool: CountingPool = CountingPool(config.usable_blocks)
+        blocks = FullBlocks(config, self.cohort)
+        self.blocks = blocks
+        self.pool = blocks.pool = CountingPool(config.usable_blocks)
 
     def _walk(self, turn: Turn[Member], cap: int) -> dict[Member, int]:
         self.walks += 1

@@ -277,7 +277,7 @@ class Contiguous:
             turn.decoders = 0
             turn.scheduled[:0] = [(member, 1) for member in decoding]
             turn.sampled[:0] = decoding
-            turn.started_decoding, turn.stopped_decoding = [], []
+            turn.started_decoding = []
         return turn
 
     def _admit_waiting(self, turn: Turn[Member]) -> None:
@@ -307,7 +307,6 @@ class Contiguous:
         cohort = self.cohort
         cohort.advance(1, cohort.size)
         done = cohort.finished()
-        turn.stopped_decoding = list(done)
         for member in turn.admitted:
             member.num_tokens += 1
             turn.sampled.append(member)

@@ -692,8 +692,6 @@ class Paged:
                 self.stepping[group] = None
         done.sort(key=_serial)
         for group in done:
-            if group.decoding:
-                turn.stopped_decoding.append(group)
             self._finish(group)
         turn.finished = done
         turn.free_blocks_end = self.memory.free

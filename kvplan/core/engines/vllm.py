@@ -1,8 +1,9 @@
 """The vLLM 0.33.0 V1 scheduler, as `vllm_plain` has it, but touching only what changes.
 
-Decoding sequences are sums in a cohort, blocks are numbers and extents; while only decodes run and nothing can
-be admitted, many steps are one turn. The literal walk over the running list is reached only when tokens or blocks
-run short. Decides exactly what the plain engine decides; block ids it does not know.
+Decoding sequences are sums in a cohort, blocks are numbers and runs of content, kept by a block side of its own
+for one full group and for several groups. While only decodes run and nothing can be admitted, many steps are one
+turn. The literal walk over the running list is reached only when tokens or blocks run short. Decides exactly what the
+plain engine decides; block ids it does not know.
 
 Costs: a turn O(chunks + finished + admitted), a walk O(running); blocks cost O(runs of content), not O(blocks).
 """
@@ -11,15 +12,24 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.content import Run
-from kvplan.core.engine import RESTARTS_TO_GIVE_UP, DecodeRun, Preemption, SchedulerConfig, Turn, why_stuck
-from kvplan.core.extents import ExtentPool, Hit, Holding
+from kvplan.core.engine import (
+    RESTARTS_TO_GIVE_UP,
+    DecodeRun,
+    Live,
+    Preemption,
+    SchedulerConfig,
+    Turn,
+    why_stuck,
+)
+from kvplan.core.engines.block_side import NEVER, BlockSide
+from kvplan.core.engines.full_blocks import FullBlocks
+from kvplan.core.engines.group_blocks import GroupBlocks
 from kvplan.core.request import Request
 
-_EVERYBODY = 1 << 62
 #: What the engine calls while it waits for the output of a batch; requests may be aborted in it.
 Wait = Callable[[Turn[Member]], None]
 
@@ -27,31 +37,24 @@ Wait = Callable[[Turn[Member]], None]
 class _Batch:
     """What was planned in one step, as far as its output matters: whom it gives a token that changes what they are.
 
-    ``sampled`` compute the last chunk of what they have; of them ``started`` decode from the next step on. ``stopped``
-    decode their last token; ``done`` are all who finish with it, in order of admission.
+    It gives ``outputs`` sequences a token. Of these ``sampled`` compute the last chunk of what they have, and of them
+    ``started`` decode from the next step on; ``done`` are all who finish with it, in order of admission.
     """
 
-    __slots__ = ("decoders", "done", "sampled", "started", "stopped", "tokens")
+    __slots__ = ("done", "outputs", "sampled", "started")
 
     def __init__(
-        self,
-        tokens: int,
-        decoders: int,
-        sampled: list[Member],
-        started: list[Member],
-        stopped: list[Member],
-        done: list[Member],
+        self, outputs: int, sampled: list[Member], started: list[Member], done: list[Member]
     ) -> None:
-        self.tokens = tokens
-        self.decoders = decoders
+        self.outputs = outputs
         self.sampled = sampled
         self.started = started
-        self.stopped = stopped
         self.done = done
 
     def forget(self, member: Member) -> None:
-        """Have no output for a sequence."""
-        for role in (self.sampled, self.started, self.stopped, self.done):
+        """Have no output for a sequence that gets a token."""
+        self.outputs -= 1
+        for role in (self.sampled, self.started, self.done):
             if member in role:
                 role.remove(member)
 
@@ -61,13 +64,14 @@ class Vllm:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
-        self.pool = ExtentPool(config.usable_blocks)
         self.cohort = Cohort(config.block_size)
+        make_blocks = FullBlocks if config.is_one_full_group else GroupBlocks
+        self.blocks: BlockSide[Any] = make_blocks(config, self.cohort)
+        self.pool = self.blocks.pool
         #: In order of admission, which is the order of ``serial``.
         self.running: dict[Member, None] = {}
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
-        self._holdings: dict[Member, Holding] = {}
         self._by_id: dict[str, Member] = {}
         #: Free blocks that an admission must leave while others run.
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
@@ -77,10 +81,8 @@ class Vllm:
         self._restarts = 0
         #: Whether the head of the queue was tried in vain and nothing has changed since that could help it.
         self._head_is_blocked = False
-        # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
-        # decoders by their output stream, and how far into this step the looker stands.
-        self._growing: dict[str, Member] = {}
-        self._seen_serial = 0
+        #: With fewer free blocks than these it cannot get in.
+        self._room_for_head = NEVER
         #: Batches that were planned and whose output was not processed, and how many there may be.
         self._in_flight: deque[_Batch] = deque()
         self._queue_size = config.queue_size
@@ -112,26 +114,27 @@ class Vllm:
         """As `VllmPlain.why_stuck`."""
         return why_stuck(self.config, self.running, self.waiting, self._outgrown)
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    def live(self) -> Iterator[Live]:
         """As `VllmPlain.live`."""
         return (self._row(member) for member in (*self.running, *self.waiting))
 
-    def _row(self, member: Member) -> tuple[str, int, int]:
-        tokens = self._num_tokens(member) - self._tokens_in_flight(member)
+    def _row(self, member: Member) -> Live:
+        tokens = self._num_tokens(member) - len(self._batches_of(member))
         return member.id, tokens, max(member.high_water, self._computed(member))
 
-    def _tokens_in_flight(self, member: Member) -> int:
-        """How many tokens of a sequence were planned whose output was not processed."""
+    def _batches_of(self, member: Member) -> list[_Batch]:
+        """The batches in flight in which a sequence gets a token."""
         if member not in self.running:
-            return int(member in self._stale)
-        if member in self.prefilling:
-            return 0
-        tokens = 0
-        for batch in self._in_flight:
-            tokens = 1 if member in batch.sampled else tokens + 1
-            if member in batch.done:
-                break
-        return tokens
+            return [self._in_flight[0]] if member in self._stale else []
+        batches: list[_Batch] = []
+        if member not in self.prefilling:
+            for batch in self._in_flight:
+                if member in batch.sampled:
+                    batches.clear()
+                batches.append(batch)
+                if member in batch.done:
+                    break
+        return batches
 
     @property
     def free_blocks(self) -> int:
@@ -149,7 +152,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        self._holdings[member] = Holding(request, self.config.block_size)
+        self.blocks.add(member)
         self._by_id[member.id] = member
         if self.config.policy == "fcfs":
             self.waiting.append(member)
@@ -157,12 +160,11 @@ class Vllm:
             insort(self.waiting, member, key=_queue_key)
         self._head_is_blocked = False
 
-    def abort(self, request_id: str) -> tuple[str, int, int]:
+    def abort(self, request_id: str) -> Live:
         """Let go of a live request whose client went away, with all it holds; returns its row of `live`."""
         member = self._by_id.pop(request_id)
         row = self._row(member)
-        holding = self._holdings.pop(member)
-        for batch in self._in_flight:  # its output there is ignored
+        for batch in self._batches_of(member):  # its output there is ignored
             batch.forget(member)
         if member not in self.running:
             self.waiting.remove(member)
@@ -170,8 +172,9 @@ class Vllm:
             del self.running[member]
             self.prefilling.pop(member, None)
             if member.decoding:
-                self._leave(member, holding)
-            self.pool.release(holding)
+                self._leave(member)
+            self.blocks.release(member)
+        self.blocks.forget(member)
         self._outgrown.discard(member)
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
@@ -192,11 +195,11 @@ class Vllm:
         if wait is None and self._only_decodes():
             # Until somebody finishes or blocks run short.
             cohort = self.cohort
-            steps = cohort.steps_within(self.pool.free, min(max_steps, cohort.first_finish - cohort.step + 1))
-            if self._in_flight:
-                steps = self._steps_alike(steps)
-            if steps:
-                return self._decode(steps)
+            steps = min(max_steps, cohort.first_finish - cohort.step + 1)
+            if self._in_flight and self._in_flight[0].done:
+                steps = 1  # who finishes does so in the last
+            if run := self._decode(steps):
+                return run
         turn: Turn[Member] = Turn()
         if self._queue_size == 1:
             self._step(turn, wait)
@@ -204,59 +207,51 @@ class Vllm:
             self._call(turn, wait)
         return turn
 
-    def _steps_alike(self, steps: int) -> int:
-        """How many of so many steps process nothing but decodes; who finishes does so in the last."""
-        before = self._in_flight[0]
-        if before.sampled:
-            return 0
-        return min(steps, 1) if before.done else steps
+    def _decode(self, steps: int) -> DecodeRun[Member] | None:
+        """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end.
 
-    def _decode(self, steps: int) -> DecodeRun[Member]:
-        """Steps in which nothing happens but that each of the cohort takes a token, and finishers leave at the end."""
-        cohort, pool = self.cohort, self.pool
+        None if the next must be taken by the rules.
+        """
+        size, context = self.cohort.size, self.cohort.context
+        room = self._room_for_head if self.waiting else None
+        moves = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
+        if moves is None:
+            return None
         self._restarts = 0
-        size, context, empty, waste = cohort.size, cohort.context, cohort.empty, cohort.waste
-        takes = cohort.takes(steps)
-        first_takes, taken = takes[0], sum(takes)
-        waste_begun = cohort.advance(steps, taken)
-        empty += self.config.block_size * first_takes - size
-        if waste_begun:
-            waste += sum(slots for offset, slots in waste_begun if not offset)
-        free = pool.free - first_takes
-        cached = min(pool.idle, free)  # blocks without content are taken first
-        evicted = pool.take(taken) if taken else 0
-        slots = empty
-        finished = self._stop_decoding()
-        self._has_aborted = False
-        if self._queue_size > 1:
-            slots += self._ending_slots()
-            self._idle_calls = 0
-            self._owes_plan = False
-            self._in_flight.append(_Batch(size, size, [], [], finished, finished))
-            finished = self._in_flight.popleft().done
-        run: DecodeRun[Member] = (
-            DecodeRun(  # by place: keywords would cost as much as a sequence that finishes
-                steps,
-                size,
-                context,
-                takes,
-                evicted,
-                free,
-                cached,
-                len(self.running),
-                len(self.waiting),
-                pool.shared,
-                slots,
-                empty - waste,
-                waste_begun,
-                finished,
-                0,
-            )
+        # By place: keywords would cost as much as a sequence that finishes.
+        run: DecodeRun[Member] = DecodeRun(
+            len(moves.taken),
+            size,
+            context,
+            moves.taken,
+            moves.evicted,
+            moves.free,
+            moves.cached,
+            len(self.running),
+            len(self.waiting),
+            moves.shared,
+            moves.empty,
+            moves.reserved,
+            moves.waste_begun,
+            self._stop_decoding(),
+            0,
+            levels=moves.levels,
         )
-        for member in finished:
+        if self._queue_size > 1:
+            self._put_in_flight(run)
+        for member in run.finished:
             self._finish(member)
-        run.free_blocks_end = pool.free
+        run.free_blocks_end = self.pool.free
+        self._has_aborted = False
         return run
+
+    def _put_in_flight(self, run: DecodeRun[Member]) -> None:
+        """Process the batch in flight in the first step of a run, whose last batch is in flight in its place."""
+        before = self._in_flight.popleft()
+        self._in_flight.append(_Batch(run.decoders, [], [], list(run.finished)))
+        run.sampled, run.started_decoding, run.finished = before.sampled, before.started, before.done
+        self._idle_calls = 0
+        self._owes_plan = False
 
     def _step(self, turn: Turn[Member], wait: Wait | None) -> None:
         """Without a queue: plan a batch and process its output."""
@@ -266,51 +261,46 @@ class Vllm:
             wait(turn)
             self._in_flight.clear()
         self._settle(turn, batch)
-        turn.keeps_going = self._has_aborted
-        self._has_aborted = False
+        if self._has_aborted:
+            turn.keeps_going = True
+            self._has_aborted = False
 
     def _call(self, turn: Turn[Member], wait: Wait | None) -> None:
         """With a queue: plan a batch if there is work, then process the oldest unless there is room for another."""
         in_flight = self._in_flight
         if self._has_work:
-            batch = self._plan(turn)
-            in_flight.append(batch)
+            in_flight.append(self._plan(turn))
             has_room = len(in_flight) < self._queue_size
-            turn.processed = not (has_room and (batch.tokens or self.running or self.waiting))
+            turn.processed = not (has_room and (turn.scheduled_tokens or self.running or self.waiting))
         else:
             turn.planned = False
             self._count(turn)
-        has_output = False
+        outputs = 0
         if turn.processed:
             if wait is not None:
                 wait(turn)
-            has_output = self._settle(turn, in_flight.popleft())
+            batch = in_flight.popleft()
+            outputs = batch.outputs
+            self._settle(turn, batch)
         turn.free_blocks_end = self.pool.free
-        if has_output or self._has_aborted or not turn.is_dead:
-            self._idle_calls = 0
-        else:
-            self._idle_calls += 1
+        happened = outputs or self._has_aborted or not turn.is_dead
+        self._idle_calls = 0 if happened else self._idle_calls + 1
         self._has_aborted = False
         # The next may do something unless many have done nothing, and if nobody is left there is none.
         turn.keeps_going = self._idle_calls < 2 * (self._queue_size + 1) or not (self.running or self.waiting)
 
     def _plan(self, turn: Turn[Member]) -> _Batch:
         """One step's batch by the rules: running sequences first, then waiting ones."""
-        config, cohort, pool = self.config, self.cohort, self.pool
+        config, cohort = self.config, self.cohort
         self._owes_plan = False
         cap = self._prefill_cap()
         scheduled = self._chunks(cap)
-        need = cohort.crossings
-        for member, tokens in scheduled.items():
-            need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
-        if need <= pool.free:
-            turn.evicted = pool.take(need)
-            for member, tokens in scheduled.items():
-                self._seen_serial = member.serial
-                self._place_chunk(member, tokens)
-        else:
+        evicted = self.blocks.run_step(scheduled)
+        if evicted is None:
             scheduled = self._walk(turn, cap)
-        self._seen_serial = _EVERYBODY
+            self.blocks.end_walk()
+        else:
+            turn.evicted = evicted
         budget = config.max_num_batched_tokens - cohort.size - sum(scheduled.values())
         if not turn.preempted and self.waiting:
             self._admit_waiting(turn, scheduled, budget, cap)
@@ -341,11 +331,10 @@ class Vllm:
         order = list(self.running)
         scheduled: dict[Member, int] = {}
         decoders: set[Member] = set()
-        extra_blocks: set[Member] = set()  # decoders that took a block in this step
         index = 0
         while index < len(order) and budget > 0:
             member = order[index]
-            self._seen_serial = member.serial
+            self.blocks.seen_serial = member.serial
             tokens = 1
             if not member.decoding:
                 if member not in self.prefilling:  # it is done, but for the output in flight
@@ -355,7 +344,7 @@ class Vllm:
                 if 0 < cap < tokens:
                     tokens = cap
                 tokens = min(tokens, budget)
-            need = self._blocks_needed(member, tokens)
+            need = self.blocks.needed(member, tokens)
             fits = True
             while fits and need > self.pool.free:
                 place = len(order) - 1
@@ -366,7 +355,7 @@ class Vllm:
                 if victim in scheduled or victim in decoders:  # its part of this step is undone
                     budget += scheduled.pop(victim, 1)
                 turn.preemptions.append(self._cause(victim, member, need))
-                self._preempt(turn, victim, took_turn=victim in decoders, took_block=victim in extra_blocks)
+                self._preempt(turn, victim, took_turn=victim in decoders)
                 decoders.discard(victim)
                 fits = victim is not member
             if not fits:
@@ -376,20 +365,13 @@ class Vllm:
             turn.evicted += self.pool.take(need)
             if member.decoding:
                 decoders.add(member)
-                if need:
-                    extra_blocks.add(member)
             else:
-                self._place_chunk(member, tokens)
                 scheduled[member] = tokens
+            self.blocks.place(member, tokens)
             budget -= tokens
             index += 1
         assert len(decoders) == self.cohort.size, "whoever runs gets a token (see _chunks)"
         return scheduled
-
-    def _blocks_needed(self, member: Member, tokens: int) -> int:
-        if member.decoding:
-            return int((member.base + self.cohort.step) % self.config.block_size == 0)
-        return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
 
     def _cause(self, victim: Member, trigger: Member, needed: int) -> Preemption:
         return Preemption(
@@ -407,22 +389,20 @@ class Vllm:
     def _num_tokens(self, member: Member) -> int:
         return member.base + self.cohort.step + 1 if member.decoding else member.num_tokens
 
-    def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool, took_block: bool) -> None:
+    def _preempt(self, turn: Turn[Member], victim: Member, *, took_turn: bool) -> None:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         del self.running[victim]
         if not self.running:
             self._outgrown.add(victim)
             self._restarts += 1
-        holding = self._holdings[victim]
         if self._lag and victim not in self.prefilling:
             self._stale.add(victim)
         if victim.decoding:
-            self._leave(victim, holding, took_turn=took_turn)
-            assert holding.blocks == self._blocks_for(victim.computed) + took_block
+            self._leave(victim, took_turn=took_turn)
             (turn.stopped_decoding if self._lag else turn.interrupted).append(victim)
         else:
             self.prefilling.pop(victim, None)  # else it is done, and finishes while it waits
-        self.pool.release(holding)
+        self.blocks.release(victim)
         victim.high_water = max(victim.high_water, victim.computed)
         victim.computed = 0
         victim.num_preemptions += 1
@@ -439,19 +419,27 @@ class Vllm:
         """Admit from the head of the queue until one does not fit; nobody behind it is tried."""
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
-        self._head_is_blocked = bool(self.waiting)
+        blocks, pool = self.blocks, self.pool
+        self._head_is_blocked, self._room_for_head = bool(self.waiting), NEVER
+        blocks.met_grower = False
         while budget > 0 and self.waiting and len(self.running) < limit:
             member = self.waiting[0]
-            hit = self._find_prefix(member)
-            hit_tokens = hit[-1][2] * config.block_size if hit else 0
+            hit = blocks.find(member)
+            hit_tokens: int = hit.tokens
             tokens = member.num_tokens - hit_tokens
             if 0 < cap < tokens:
                 tokens = cap
             if not config.enable_chunked_prefill and tokens > budget:
                 break
             tokens = min(tokens, budget)
-            if not self._admit(turn, member, hit, hit_tokens, tokens):
+            room = blocks.shortage(member, hit, tokens)
+            if self.running:
+                room += self._watermark_blocks
+            if room > pool.free:
+                self._room_for_head = room
                 break
+            turn.evicted += blocks.admit(member, hit, tokens)
+            member.computed = hit_tokens
             self.waiting.popleft()
             member.serial = self._num_admitted
             self._num_admitted += 1
@@ -459,61 +447,12 @@ class Vllm:
             self.prefilling[member] = None
             (turn.resumed if member.num_preemptions else turn.admitted).append(member)
             turn.prefix_hits.append((member, hit_tokens))
-            self._place_chunk(member, tokens)
+            blocks.place(member, tokens)
             scheduled[member] = tokens
             budget -= tokens
 
-    def _find_prefix(self, member: Member) -> Hit:
-        """The longest cached prefix; at least one token stays to be computed."""
-        if not self.config.enable_prefix_caching:
-            return []
-        limit = (member.num_tokens - 1) // self.config.block_size
-        return self.pool.find(self._holdings[member], limit, self._publish_grower)
-
-    def _admit(self, turn: Turn[Member], member: Member, hit: Hit, hit_tokens: int, tokens: int) -> bool:
-        """Adopt the hit and take the blocks of the first chunk; False, and no change, if they do not fit."""
-        config, pool = self.config, self.pool
-        hit_blocks = hit_tokens // config.block_size
-        idle = pool.count_idle(hit) if hit else 0
-        room = pool.free - idle
-        if self.running:
-            room -= self._watermark_blocks
-        end = hit_tokens + tokens
-        need = self._blocks_for(end) - hit_blocks
-        need_all = need
-        if config.scheduler_reserve_full_isl and end < member.num_tokens:
-            need_all = self._blocks_for(member.num_tokens) - hit_blocks
-        if need_all > room:
-            return False
-        if hit:
-            pool.adopt(self._holdings[member], hit)
-        turn.evicted += pool.take(need)
-        member.computed = hit_tokens
-        return True
-
-    # Blocks
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.config.block_size)  # no sequence outgrows max_model_len
-
-    def _place_chunk(self, member: Member, tokens: int) -> None:
-        """Record the blocks of a chunk, which were taken, and make the full ones findable."""
-        holding = self._holdings[member]
-        end = member.computed + tokens
-        holding.blocks = self._blocks_for(end)
-        if self.config.enable_prefix_caching:
-            full = min(end, member.num_tokens) // self.config.block_size
-            self.pool.publish(holding, full, self._publish_grower)
-
-    def _publish_grower(self, run: Run) -> None:
-        """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""
-        grower = self._growing.get(run.stream)
-        if grower is None:
-            return
-        # Whoever stands before the looker took its turn in this step.
-        tokens = grower.base + self.cohort.step - self._lag + (grower.serial < self._seen_serial)
-        self.pool.publish(self._holdings[grower], tokens // self.config.block_size)
-        self._head_is_blocked = False
+        if blocks.met_grower:
+            self._head_is_blocked = False
 
     # After scheduling
 
@@ -540,32 +479,21 @@ class Vllm:
 
     def _count(self, turn: Turn[Member]) -> None:
         """Note how the pool and the queues stand after scheduling."""
-        block_size, cohort = self.config.block_size, self.cohort
-        turn.empty_slots = cohort.empty + self._ending_slots() if self._in_flight else cohort.empty
-        turn.reserved_slots = cohort.empty - cohort.waste
-        for member in self.prefilling:
-            empty, lacking = -member.computed % block_size, member.final_tokens - member.computed
-            turn.empty_slots += empty
-            turn.reserved_slots += empty if empty < lacking else lacking
+        ending = self._ending() if self._in_flight else ()
+        self.blocks.count(turn, self.prefilling, ending)
         turn.free_blocks, turn.cached_blocks = self.pool.free, self.pool.idle
         turn.shared_blocks = self.pool.shared
         turn.running, turn.waiting = len(self.running), len(self.waiting)
 
-    def _ending_slots(self) -> int:
-        """Slots that stay empty in what those hold who are done, but for the output in flight."""
-        slots = 0
-        for batch in self._in_flight:
-            for member in batch.done:
-                if member in self.running:
-                    slots += -member.computed % self.config.block_size
-        return slots
+    def _ending(self) -> Sequence[Member]:
+        """Those who are done, but for the output in flight."""
+        return [member for batch in self._in_flight for member in batch.done if member in self.running]
 
     def _batch(self, turn: Turn[Member], scheduled: dict[Member, int]) -> _Batch:
         """The batch that was planned; who goes on decodes from the next step on, who has all its tokens stops."""
-        stopped = self._stop_decoding() if turn.decoders else []
+        done = self._stop_decoding() if turn.decoders else []
         sampled: list[Member] = []
         started: list[Member] = []
-        done = stopped[:]
         for member in scheduled:
             if member.computed < member.num_tokens:
                 continue
@@ -577,58 +505,51 @@ class Vllm:
             else:
                 self.cohort.join(member)
                 started.append(member)
-                if self.config.enable_prefix_caching:
-                    self._growing[_output_stream(member)] = member
+                self.blocks.join(member)
         done.sort(key=_serial)
-        return _Batch(turn.scheduled_tokens, turn.decoders, sampled, started, stopped, done)
+        return _Batch(turn.decoders + len(sampled), sampled, started, done)
 
     def _stop_decoding(self) -> list[Member]:
         """Take those out of the cohort whose last token was planned."""
         stopped = self.cohort.finished()
-        for member in stopped:
-            self._leave(member, self._holdings[member])
+        if stopped:
+            for member in stopped:
+                self._leave(member)
             self._head_is_blocked = False  # for there is more of the budget left
         return stopped
 
-    def _leave(self, member: Member, holding: Holding, *, took_turn: bool = False) -> None:
-        """Take a decoder out of the cohort and bring up to date what it holds; ``took_turn``: of this step too."""
+    def _leave(self, member: Member, *, took_turn: bool = False) -> None:
+        """Take a decoder out of the cohort; ``took_turn``: after its token of this step was planned."""
         self.cohort.leave(member)
-        self._growing.pop(_output_stream(member), None)
-        tokens = member.computed + took_turn
-        holding.blocks = self._blocks_for(tokens)
-        if self.config.enable_prefix_caching:
-            self.pool.publish(holding, (tokens - self._lag) // self.config.block_size)
+        self.blocks.leave(member, took_turn=took_turn)
 
-    def _settle(self, turn: Turn[Member], batch: _Batch) -> bool:
-        """Process the output of a batch: who is done is freed, in order of admission. Returns whether it has any."""
+    def _settle(self, turn: Turn[Member], batch: _Batch) -> None:
+        """Process the output of a batch: who is done is freed, in order of admission."""
         turn.sampled = batch.sampled
         turn.started_decoding = batch.started
-        turn.stopped_decoding += batch.stopped
-        has_output = bool(batch.decoders or batch.sampled)
-        if has_output:
+        if batch.outputs:
             self._restarts = 0
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._stale:
-            self._outgrown -= self._stale  # they got a token after all
-            self._stale.clear()
+        if self._outgrown:  # some got a token after all
+            self._outgrown -= self._stale.union(batch.sampled)
+        self._stale.clear()
         turn.free_blocks_end = self.pool.free
-        return has_output
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
         del self._by_id[member.id]
-        holding = self._holdings.pop(member)
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
         if member not in self.running:  # it lost its blocks while its last token was in flight
             self.waiting.remove(member)
-            return
-        del self.running[member]
-        if self._lag and self.config.enable_prefix_caching:
-            self.pool.publish(holding, member.computed // self.config.block_size)
-        self.pool.release(holding)
+        else:
+            del self.running[member]
+            if self._lag:
+                self.blocks.settle(member)
+            self.blocks.release(member)
+        self.blocks.forget(member)
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
@@ -646,7 +567,3 @@ def _queue_key(member: Member) -> tuple[int, int]:
 
 def _serial(member: Member) -> int:
     return member.serial
-
-
-def _output_stream(member: Member) -> str:
-    return f"o:{member.id}"

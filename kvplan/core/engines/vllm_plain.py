@@ -258,11 +258,12 @@ class VllmPlain:
                 continue
             fits = True
             while fits and (needed := self._grow(turn, sequence, tokens)):
-                victim = self._remove_victim()
-                if victim in scheduled:  # by priority only: its part of this step is undone
+                place = self._place_of_victim()
+                victim = self.running.pop(place)
+                index -= place < index  # by priority only, as what follows
+                if victim in scheduled:  # its part of this step is undone
                     budget += scheduled.pop(victim) + self._extra_input
                     turn.drafts.pop(victim, None)
-                    index -= 1
                 self._note_preemption(turn, victim, sequence, needed)
                 self._preempt(turn, victim)
                 fits = victim is not sequence
@@ -302,13 +303,11 @@ class VllmPlain:
         if beyond > 0:
             turn.drafts[sequence] = min(sequence.drafts, beyond)
 
-    def _remove_victim(self) -> PlainSequence:
+    def _place_of_victim(self) -> int:
         """FCFS: the last in the list. Priority: the greatest (priority, arrival)."""
         if self.config.policy == "fcfs":
-            return self.running.pop()
-        victim = max(self.running, key=_queue_key)
-        self.running.remove(victim)
-        return victim
+            return len(self.running) - 1
+        return self.running.index(max(self.running, key=_queue_key))
 
     def _note_preemption(
         self, turn: Turn[PlainSequence], victim: PlainSequence, trigger: PlainSequence, needed: int
