@@ -326,6 +326,12 @@ OUTER = {
     ],
     "kvplan.report.check": ["kvplan.jobs.check", "kvplan.report.tables", "kvplan.text"],
     "kvplan.report.audit": ["kvplan.jobs.audit", "kvplan.report.tables", "kvplan.text", "kvplan.units"],
+    "kvplan.report.kernel_bench": [
+        "kvplan.jobs.kernel_bench",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
     "kvplan.report.calibrate": [
         "kvplan.jobs.calibrate",
         "kvplan.report.tables",
@@ -334,12 +340,6 @@ OUTER = {
     ],
     "kvplan.report.run_audit": [
         "kvplan.jobs.run_audit",
-        "kvplan.report.tables",
-        "kvplan.text",
-        "kvplan.units",
-    ],
-    "kvplan.report.kernel_bench": [
-        "kvplan.jobs.kernel_bench",
         "kvplan.report.tables",
         "kvplan.text",
         "kvplan.units",

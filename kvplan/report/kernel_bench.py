@@ -70,16 +70,15 @@ def _headline(result: KernelBenchResult) -> str:
 
 
 def _print_compiled(screen: Screen, rows: Sequence[CompiledKernel]) -> None:
-    table = new_table("kernel", "arch", "registers", "budget", "spilled", "shared", "code")
+    table = new_table("kernel", "arch", "registers", "spilled", "shared", "code")
     for row in rows:
         table.add_row(
             row.variant.removeprefix("kvplan_"),
             f"sm_{row.arch}",
-            str(row.registers),
-            str(row.register_budget),
+            f"{row.registers} of {row.register_budget}",
             Text(f"{row.spill_bytes} B", style="" if row.is_good else "bold red"),
             format_bytes(row.shared_bytes),
-            format_bytes(row.cubin_bytes),
+            f"{row.cubin_bytes / 1024:.0f} KiB",
         )
     screen.show(table)
     good = sum(row.is_good for row in rows)
