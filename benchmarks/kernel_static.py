@@ -12,9 +12,10 @@ Needs CuPy with NVRTC (pip install 'kvplan[cuda13]') and nvidia-cuda-nvdisasm. F
   against bandwidth x latency (Little's law), here with 650 ns, which is an assumption.
 
 This is a model. It can show that a kernel cannot reach the bandwidth, not that it does. ``--all`` takes every variant
-with every option instead of the defaults, and prints registers and spills only; it ends with 1 if a default variant
-spills, passes its budget, or an mma variant takes more than 35 % of an H200's issue slots. One is known to, by a point:
-fp8 at head size 256 with more than 8 query heads for a KV head, where two warps convert the same keys and values.
+with every option instead of the defaults, hundreds, at a quarter of a CPU second for each architecture, and prints
+registers and spills only. The script ends with 1 if a default variant spills or passes its budget, or an mma variant
+takes more than 35 % of an H200's issue slots. One is known to, by a point: fp8 at head size 256 with more than 8 query
+heads for a KV head, where two warps convert the same keys and values.
 """
 
 from __future__ import annotations
