@@ -73,9 +73,9 @@ class StepRecord:
 
     ``turn`` is None where only refused or aborted requests came and no step ran; ``free_blocks`` is then what there was
     after an abort. ``start`` and ``end`` are ticks. A run of several steps counts from ``step`` and has its ``times``.
-    ``out`` is the step that planned the batch processed in this
-    one, None if none was; after it ``depth`` batches are left to be processed. ``aborted`` have their client gone
-    before or during the step, also where the engine learns of it later.
+    ``out`` is the step that planned the batch processed in this one (in a run: in its first), None if none was; after
+    it ``depth`` batches are left to be processed. A single step's own batch is computed at ``planned_end``.
+    ``aborted`` have their client gone before or during the step, also where the engine learns of it later.
     """
 
     step: int
@@ -88,6 +88,7 @@ class StepRecord:
     aborted: list[str] = field(default_factory=list)
     out: int | None = None
     depth: int = 0
+    planned_end: int = 0
     free_blocks: int | None = None
 
 
@@ -102,25 +103,20 @@ class Outcome:
 class _Device:
     """When batches run: each stage runs its batches in turn, each batch passes the stages in turn.
 
-    Holds the batches that are planned and not processed, as the step that planned each and the tick when it ends.
+    ``batches`` are those that are planned and not processed: the step that planned each and the tick when it ends.
     """
 
     def __init__(self, prices: Sequence[Price]) -> None:
         self._prices = prices
         self._ends = [0] * len(prices)
-        self._batches: deque[tuple[int, int]] = deque()
+        self.batches: deque[tuple[int, int]] = deque()
         #: When the batch ends that was planned last.
         self.last_end = 0
 
     @property
-    def depth(self) -> int:
-        """Batches that are not processed."""
-        return len(self._batches)
-
-    @property
     def next_end(self) -> int:
         """When the batch ends that is processed next."""
-        return self._batches[0][1]
+        return self.batches[0][1]
 
     def run(self, turn: Turn[Any], now: int) -> int:
         """When the batch ends that is planned in ``turn``; one that computes and moves nothing takes no time."""
@@ -138,11 +134,11 @@ class _Device:
     def put(self, step: int, end: int) -> None:
         """Hold a batch until it is processed."""
         self._ends[-1] = self.last_end = end
-        self._batches.append((step, end))
+        self.batches.append((step, end))
 
     def hand_out(self) -> tuple[int, int]:
         """The batch that is processed: the step that planned it and when it ends."""
-        return self._batches.popleft()
+        return self.batches.popleft()
 
 
 class _Aborts:
@@ -290,9 +286,14 @@ class _Loop:
                 continue
             turn, times, out = self._take_turn(number, aborted)
             if self._observe is not None:
-                depth = self._device.depth
+                device, end = self._device, self._now
+                planned_end = end if self._step_numbered else device.last_end
                 self._observe(
-                    StepRecord(number, now, self._now, turn, arrived, rejected, times, aborted, out, depth)
+                    StepRecord(
+                        *(number, now, end, turn, arrived, rejected, times, aborted, out),
+                        depth=len(device.batches),
+                        planned_end=planned_end,
+                    )
                 )
             if (
                 clients.upcoming is None
@@ -398,7 +399,7 @@ class _Loop:
 
         With a batch queue the first lasts until the batch in flight ends, the second as long as the run's first batch.
         """
-        if not self._device.depth:
+        if not self._device.batches:
             return RunTimes(first, first + growth, growth)
         return RunTimes(1 if self._step_numbered else self._device.next_end - self._now, first, growth)
 
@@ -423,7 +424,7 @@ class _Loop:
         out, end = None, now
         is_new = turn.planned and not self._is_on_device
         self._is_on_device = False
-        if is_new and turn.processed and not device.depth:  # as always without a batch queue
+        if is_new and turn.processed and not device.batches:  # as always without a batch queue
             out, end = number, device.run(turn, now)
         else:
             if is_new:
@@ -439,9 +440,10 @@ class _Loop:
         for row in self._gone:
             self._metrics.interrupt(row, now)
         self._metrics.fold(turn, now, end, end if self._step_numbered else device.last_end)
-        for row in self._gone:
-            self._metrics.abort(row, end)
-        self._gone = []
+        if self._gone:
+            for row in self._gone:
+                self._metrics.abort(row, end)
+            self._gone = []
         self._steps += 1
         self._now = end
         return out
@@ -451,7 +453,7 @@ class _Loop:
         out = number
         end = self._now + times.total(run.steps)
         self._metrics.fold_run(run, self._now, end, times)
-        if self._device.depth:
+        if self._device.batches:
             out, _ = self._device.hand_out()
             self._device.put(number + run.steps - 1, self._now + times.total(run.steps + 1))
         self._steps += run.steps

@@ -66,11 +66,13 @@ def draw_specs(rng: Random) -> tuple[GroupSpec, ...]:
     specs: list[GroupSpec] = []
     for number in range(rng.choice([1, 2, 2, 2, 3])):
         size = smallest * rng.choice([1, 1, 1, 2, 2, 3, 4]) if unequal else smallest
-        padding = rng.choice([None, None, None, size]) if unequal else None
         window = rng.choice([2, 3, 4, 5, 6, 7, 9, 12, 17])
         is_full = rng.random() < (0.8 if number == 0 else 0.1)
-        spec = GroupSpec("full", size, payload=padding) if is_full else GroupSpec("sliding", size, window)
-        specs += [spec] * rng.choice([1, 1, 1, 2, 3])
+        spec = GroupSpec("full", size) if is_full else GroupSpec("sliding", size, window)
+        copies = [spec] * rng.choice([1, 1, 1, 2, 3])
+        if rng.random() < 0.2:  # a group that has fewer layers than the others is padded
+            copies[-1] = spec._replace(payload=size)
+        specs += copies
     if len(specs) == 1:
         specs.append(GroupSpec("sliding", smallest, rng.choice([2, 5, 9])))
     rng.shuffle(specs)

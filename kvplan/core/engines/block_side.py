@@ -7,7 +7,7 @@ from collections.abc import Sequence as Seq
 from typing import NamedTuple, Protocol, TypeVar
 
 from kvplan.core.cohort import Member
-from kvplan.core.engine import Level, Turn
+from kvplan.core.engine import Levels, Turn
 
 #: A place in the running list behind all.
 EVERYBODY = 1 << 62
@@ -41,7 +41,7 @@ class Moves(NamedTuple):
     empty: int
     reserved: int
     waste_begun: Seq[tuple[int, int]]
-    levels: Seq[Level] = ()
+    levels: Levels | None = None
 
 
 class PoolSums(Protocol):
