@@ -269,6 +269,7 @@ class _OverTime:
         run: DecodeRun[Any],
         start: int,
         end: int,
+        times: RunTimes,
         ticks: Seq[int],
         used: list[int],
         tokens: int,
@@ -288,8 +289,7 @@ class _OverTime:
         steps = run.steps
         if steps > 1:
             # From the second on, each is longer than the one before by the same number of ticks.
-            second = ticks[1]
-            growth = ticks[2] - second if steps > 2 else 0
+            _, second, growth = times
             passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
             token_ticks += run.decoders * passed
             for offset, slots in run.waste_begun:
@@ -556,27 +556,40 @@ class Metrics:
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
-        ticks = times.ticks(steps)
-        first_used = self.usable_blocks - run.free_blocks
-        tokens = first_used * self._block_slots - run.empty_slots
-        waste = run.empty_slots - run.reserved_slots
-        used = list(accumulate(run.takes[1:], initial=first_used)) if steps > 1 else [first_used]
+        used = [self.usable_blocks - run.free_blocks]
+        if steps > 1:
+            used = list(accumulate(run.takes[1:], initial=used[0]))
         most = max(used) if run.levels else used[-1]
         if most > self.peak_blocks:
             self.peak_blocks = most
+        ticks = times.ticks(steps)
         if run.levels:
             self._over_time.note_levels(run, run.levels, start, ticks, used, self._block_slots)
         else:
-            self._over_time.note_run(run, start, end, ticks, used, tokens, waste)
-        if self._decoding:
-            self._gaps.add(ticks[0], self._decoding)
+            tokens = used[0] * self._block_slots - run.empty_slots
+            waste = run.empty_slots - run.reserved_slots
+            self._over_time.note_run(run, start, end, times, ticks, used, tokens, waste)
         if run.sampled:
-            self._fold_samples(run.sampled, start + ticks[0])
+            self._fold_gaps(times.first, 0, 1)
+            self._fold_samples(run.sampled, start + times.first)
             self._start_decoding(run.started_decoding)
-        if steps > 1 and self._decoding:
-            self._gaps.add_all(ticks[1:], self._decoding)
+            self._fold_gaps(times.second, times.growth, steps - 1)
+        elif isinstance(ticks, range):
+            self._fold_gaps(times.first, times.growth, steps)
+        else:
+            self._fold_gaps(times.first, 0, 1)
+            self._fold_gaps(times.second, times.growth, steps - 1)
         if run.finished:
             self._fold_finished(run.finished, end)
+
+    def _fold_gaps(self, first: int, growth: int, steps: int) -> None:
+        """Note times between tokens of those who decode without being visited."""
+        if not self._decoding or not steps:
+            return
+        if growth:
+            self._gaps.add_all(range(first, first + steps * growth, growth), self._decoding)
+        else:
+            self._gaps.add(first, steps * self._decoding)
 
     def note_live(self, live: Iterable[Live]) -> None:
         """End the account with the requests that never finished.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from array import array
 from bisect import bisect_left, bisect_right
-from collections import defaultdict
 from collections.abc import Sequence as Seq
 from itertools import accumulate
 from operator import mul
@@ -24,6 +23,9 @@ _LOG_GROWTH = math.log(_BUCKET_GROWTH)
 SKETCH_ERROR = 0.0005
 #: Different counted values that a dictionary holds before they are packed.
 _LOOSE = 1 << 17
+#: Counts below this power of two stand in the low bits of a whole number, the value above them.
+_COUNT_BITS = 20
+_COUNT_MASK = (1 << _COUNT_BITS) - 1
 
 
 Part = tuple[Seq[float], Seq[int]]
@@ -32,8 +34,8 @@ Part = tuple[Seq[float], Seq[int]]
 class Summary:
     """A finished set: its size, sum, maximum, and percentiles by linear interpolation.
 
-    It is the union of ``parts``, each with different values in order and, for each, how many of the part are not
-    above it. Values of several parts are whole numbers.
+    It is the union of ``parts``, each with values in order and, for each, how many there are up to it. Values of
+    several parts are whole numbers.
     """
 
     def __init__(self, parts: list[Part], total: float, largest: float, *, exact: bool) -> None:
@@ -88,7 +90,7 @@ class _Buckets:
         bucket = _bucket(value)
         self._counts[bucket] = self._counts.get(bucket, 0) + count
 
-    def add_all(self, values: Seq[int], count: int) -> None:
+    def add_all(self, values: range, count: int) -> None:
         """Take in whole numbers above 0, in order, each of which came ``count`` times. O(buckets they fall in)."""
         self._total += sum(values) * count
         self._largest = max(self._largest, values[-1])
@@ -160,7 +162,8 @@ class Counts:
 
     def __init__(self, *, limit: int = EXACT_VALUES) -> None:
         self._limit = limit
-        self._loose: defaultdict[int, int] = defaultdict(int)
+        self._loose: dict[int, int] = {}
+        self._ranges: list[int] = []  # of `add_all`: each value with its count in the low bits
         self._packed: list[tuple[array[int], array[int]]] = []  # values in order, and their counts
         self._num_packed = 0
         self._buckets: _Buckets | None = None
@@ -170,25 +173,28 @@ class Counts:
         if self._buckets is not None:
             self._buckets.add(value, count)
             return
-        self._loose[value] += count
-        if len(self._loose) > _LOOSE:
-            self._pack()
+        loose = self._loose
+        loose[value] = loose.get(value, 0) + count
+        if len(loose) > _LOOSE:
+            self._pack_loose()
 
-    def add_all(self, values: Seq[int], count: int) -> None:
-        """Take in values above 0, in order, each of which came ``count`` times."""
+    def add_all(self, values: range, count: int) -> None:
+        """Take in growing values above 0, each of which came ``count`` times. O(values), at C speed."""
         if self._buckets is not None:
             self._buckets.add_all(values, count)
-            return
-        loose = self._loose
-        for value in values:
-            loose[value] += count
-        if len(loose) > _LOOSE:
-            self._pack()
+        elif count > _COUNT_MASK:
+            for value in values:
+                self.add(value, count)
+        else:
+            bits = _COUNT_BITS
+            self._ranges += range(values.start << bits | count, values.stop << bits, values.step << bits)
+            if len(self._ranges) > _LOOSE:
+                self._pack_ranges()
 
     def summary(self) -> Summary:
         """The set as it is now."""
-        if self._loose:
-            self._pack()
+        self._pack_loose()
+        self._pack_ranges()
         if self._buckets is not None:
             return self._buckets.summary()
         total = sum(sum(map(mul, values, counts)) for values, counts in self._packed)
@@ -196,15 +202,31 @@ class Counts:
         parts: list[Part] = [(values, list(accumulate(counts))) for values, counts in self._packed]
         return Summary(parts, total, largest, exact=True)
 
-    def _pack(self) -> None:
-        """Turn what is loose into two arrays, or all there is into buckets beyond the limit."""
-        values = array("q", sorted(self._loose))
-        self._packed.append((values, array("q", map(self._loose.__getitem__, values))))
-        self._num_packed += sum(self._loose.values())
+    def _pack_loose(self) -> None:
+        values = sorted(self._loose)
+        counts = array("q", map(self._loose.__getitem__, values))
         self._loose.clear()
-        if self._num_packed > self._limit:
+        self._pack(array("q", values), counts)
+
+    def _pack_ranges(self) -> None:
+        ordered = sorted(self._ranges)
+        self._ranges.clear()
+        values = array("q", [both >> _COUNT_BITS for both in ordered])
+        self._pack(values, array("q", [both & _COUNT_MASK for both in ordered]))
+
+    def _pack(self, values: array[int], counts: array[int]) -> None:
+        """Add values in order with their counts; beyond the limit turn all there is into buckets."""
+        if not values:
+            return
+        self._num_packed += sum(counts)
+        if self._buckets is None:
+            self._packed.append((values, counts))
+            if self._num_packed <= self._limit:
+                return
             self._buckets = _Buckets()
-            for values, counts in self._packed:
-                for value, count in zip(values, counts, strict=True):
-                    self._buckets.add(value, count)
-            self._packed.clear()
+            rest, self._packed = self._packed, []
+        else:
+            rest = [(values, counts)]
+        for some, of_each in rest:
+            for value, count in zip(some, of_each, strict=True):
+                self._buckets.add(value, count)

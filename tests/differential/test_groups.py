@@ -11,7 +11,7 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from group_scenarios import GroupPools, draw_grouped
+from group_scenarios import GroupPools, draw_grouped, draw_nested
 from random_scenarios import compare_engines
 from test_whole_runs import compare_whole
 
@@ -23,7 +23,8 @@ BATCH = 100
 
 
 def compare(seed: int, *, publish_at_once: bool, skip: bool) -> Counter[str]:
-    config, requests = draw_grouped(Random(seed))
+    draw = draw_nested if seed % 4 > 1 else draw_grouped
+    config, requests = draw(Random(seed))
     pools = GroupPools(config, requests)
     return compare_engines(config, requests, publish_at_once=publish_at_once, skip=skip, pools=pools)
 

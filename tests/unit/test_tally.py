@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvplan.core.tally import _LOOSE, SKETCH_ERROR, Counts, Summary, Values
 
 WHOLE = st.integers(0, 10**15)
+COUNTS = st.integers(1, 9) | st.integers(2**20 - 2, 2**20 + 2)
 
 
 def by_hand(values: list[int], percent: int) -> float:
@@ -73,13 +74,15 @@ def test_much_that_was_counted_is_packed_and_stays_exact() -> None:
     for value in range(2 * _LOOSE + 2):
         kept.add(value % (_LOOSE + 1), 2)
     assert len(kept._loose) <= _LOOSE
+    kept.add_all(range(1, _LOOSE + 1), 4)
+    assert len(kept._ranges) <= _LOOSE
     found = kept.summary()
-    assert (found.count, found.largest, found.percentile(50)) == (4 * _LOOSE + 4, _LOOSE, _LOOSE / 2)
+    assert (found.count, found.largest, found.percentile(50)) == (8 * _LOOSE + 4, _LOOSE, _LOOSE / 2)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 10**13), st.integers(0, 10**10), st.integers(1, 40), st.integers(1, 9)),
+        st.tuples(st.integers(1, 10**13), st.integers(1, 10**10), st.integers(1, 40), COUNTS),
         min_size=1,
         max_size=8,
     ),
@@ -91,7 +94,7 @@ def test_values_that_come_in_a_row_are_those_that_come_alone(
 ) -> None:
     alone, together = Counts(limit=limit), Counts(limit=limit)
     for first, growth, steps, count in runs:
-        values = [first + growth * step for step in range(steps)]
+        values = range(first, first + growth * steps, growth)
         together.add_all(values, count)
         for value in values:
             alone.add(value, count)
