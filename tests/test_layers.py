@@ -334,6 +334,10 @@ OUTER = {
     ],
     "kvplan.report.run_audit": [
         "kvplan.jobs.run_audit",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
     "kvplan.report.kernel_bench": [
         "kvplan.jobs.kernel_bench",
         "kvplan.report.tables",
