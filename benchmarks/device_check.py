@@ -56,7 +56,7 @@ BUDGETS_S = {
     "ceilings": 40,
     "correctness": 100,
     "sanitizers": 80,
-    "times": 110,
+    "times": 100,
     "splits": 40,
     "rivals": 60,
     "counters": 40,

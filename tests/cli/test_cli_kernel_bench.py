@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 from command_line import Cli
-from emulated_cupy import Gpu, emulated_gpu, hide_cupy
+from emulated_cupy import BYTES_PER_S, Gpu, emulated_gpu, hide_cupy
 
 from kvplan.kernels.emulation.build import NoCompiler, find_compiler
 from kvplan.kernels.nvrtc import CudaMissing, load_nvrtc
+from kvplan.measurements import read_measurements
 
 SHAPE = "--batch 2 --seq 20 --heads 2 --kv-heads 1 --head-dim 64 --kernel naive"
 RESULT = {
@@ -95,8 +96,13 @@ def test_a_gpu_is_timed_and_drawn(cli: Cli, gpu: Gpu, tmp_path: Path) -> None:
     assert (tmp_path / "out.svg").read_text().startswith("<?xml")
 
 
-def test_the_document_of_a_gpu_has_the_keys_of_the_contract(cli: Cli, gpu: Gpu) -> None:
-    document = cli(f"kernel-bench {SHAPE} --json").document
+def test_the_document_of_a_gpu_has_the_keys_of_the_contract(cli: Cli, gpu: Gpu, tmp_path: Path) -> None:
+    outcome = cli(f"kernel-bench {SHAPE} --json")
+    (tmp_path / "bench.json").write_text(outcome.out)
+    rates = read_measurements(tmp_path / "bench.json").rates
+    assert rates is not None
+    assert (rates.device, rates.copy_bytes_per_s) == ("NVIDIA H200", pytest.approx(BYTES_PER_S))
+    document = outcome.document
     (row,) = document["results"]
     assert set(row) == RESULT
     assert set(row["time_s"]) == {"p10", "p50", "p90"}
