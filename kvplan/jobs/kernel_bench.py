@@ -31,9 +31,9 @@ RIVALS = ("flashinfer", "torch", "flash-attn", "vllm")
 #: Products of a query head with a key that the emulator works off in a minute or two (0.1 to 0.3 million a second).
 MOST_EMULATED_PAIRS = 20_000_000
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # done, of how many, what is next
 
-
+#: Other names of dtypes.
 _DTYPES = {"float": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 

@@ -100,7 +100,7 @@ class Span(NamedTuple):
     slots: int
 
 
-#: A cached block in each group of a kind, None where there is none.
+#: A cached block in each group of a kind.
 Row = Sequence[int]
 
 
