@@ -108,27 +108,24 @@ class _Device:
     def __init__(self, prices: Sequence[Price]) -> None:
         self._prices = prices
         self._ends = [0] * len(prices)
-        self._batches: deque[tuple[int, int]] = deque()
+        #: Those that are not processed.
+        self.batches: deque[tuple[int, int]] = deque()
         #: When the batch ends that was planned last.
         self.last_end = 0
 
     @property
-    def depth(self) -> int:
-        """Batches that are not processed."""
-        return len(self._batches)
-
-    @property
     def next_end(self) -> int:
         """When the batch ends that is processed next."""
-        return self._batches[0][1]
+        return self.batches[0][1]
 
     def run(self, turn: Turn[Any], now: int) -> int:
         """When the batch ends that is planned in ``turn``; one that computes and moves nothing takes no time."""
         work = turn.work
-        takes_time = turn.scheduled or turn.decoders or work.moves_blocks
+        takes_time = turn.decoders or turn.scheduled or work.moves_blocks
         ends = self._ends
         for stage, price in enumerate(self._prices):
-            now = max(now, ends[stage])
+            if ends[stage] > now:
+                now = ends[stage]
             if takes_time:
                 now += price(work)
             ends[stage] = now
@@ -138,11 +135,11 @@ class _Device:
     def put(self, step: int, end: int) -> None:
         """Hold a batch until it is processed."""
         self._ends[-1] = self.last_end = end
-        self._batches.append((step, end))
+        self.batches.append((step, end))
 
     def hand_out(self) -> tuple[int, int]:
         """The batch that is processed: the step that planned it and when it ends."""
-        return self._batches.popleft()
+        return self.batches.popleft()
 
 
 class _Aborts:
@@ -290,7 +287,7 @@ class _Loop:
                 continue
             turn, times, out = self._take_turn(number, aborted)
             if self._observe is not None:
-                depth = self._device.depth
+                depth = len(self._device.batches)
                 self._observe(
                     StepRecord(number, now, self._now, turn, arrived, rejected, times, aborted, out, depth)
                 )
@@ -379,9 +376,10 @@ class _Loop:
         Until somebody arrives, or as long as nobody goes away: 0 if somebody does in the first.
         """
         assert self._decode_price is not None, "the caller asks"
-        first, growth, valid = self._decode_price(sequences, context)
+        first, growth, most = self._decode_price(sequences, context)
         times = self._run_times(first, growth)
-        most = min(valid, _LONGEST_TURN)
+        if most > _LONGEST_TURN:
+            most = _LONGEST_TURN
         if self._clients.upcoming is not None:
             most = times.steps_until(self._clients.due - self._now, most)
         if self._aborts.live:
@@ -398,7 +396,7 @@ class _Loop:
 
         With a batch queue the first lasts until the batch in flight ends, the second as long as the run's first batch.
         """
-        if not self._device.depth:
+        if not self._device.batches:
             return RunTimes(first, first + growth, growth)
         return RunTimes(1 if self._step_numbered else self._device.next_end - self._now, first, growth)
 
@@ -423,7 +421,7 @@ class _Loop:
         out, end = None, now
         is_new = turn.planned and not self._is_on_device
         self._is_on_device = False
-        if is_new and turn.processed and not device.depth:  # as always without a batch queue
+        if is_new and turn.processed and not device.batches:  # as always without a batch queue
             out, end = number, device.run(turn, now)
         else:
             if is_new:
@@ -436,24 +434,24 @@ class _Loop:
             end = now if event is None else event
         elif self._step_numbered:
             end = now + 1
-        for row in self._gone:
+        gone, self._gone = self._gone, []
+        for row in gone:
             self._metrics.interrupt(row, now)
         self._metrics.fold(turn, now, end, end if self._step_numbered else device.last_end)
-        for row in self._gone:
+        for row in gone:
             self._metrics.abort(row, end)
-        self._gone = []
         self._steps += 1
         self._now = end
         return out
 
     def _note_run(self, run: DecodeRun[Any], times: RunTimes, number: int) -> int:
         """Note several steps of decodes; returns which step planned what the first of them processed."""
-        out = number
-        end = self._now + times.total(run.steps)
+        out, steps = number, run.steps
+        end = self._now + times.total(steps)
         self._metrics.fold_run(run, self._now, end, times)
-        if self._device.depth:
+        if self._device.batches:
             out, _ = self._device.hand_out()
-            self._device.put(number + run.steps - 1, self._now + times.total(run.steps + 1))
-        self._steps += run.steps
+            self._device.put(number + steps - 1, self._now + times.total(steps + 1))
+        self._steps += steps
         self._now = end
         return out

@@ -14,8 +14,8 @@ from math import lcm
 from typing import NamedTuple
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import Level, SchedulerConfig, Turn
-from kvplan.core.engines.block_side import EVERYBODY, NEVER, Moves, output_stream
+from kvplan.core.engine import DecodeRun, Level, SchedulerConfig, Turn
+from kvplan.core.engines.block_side import EVERYBODY, NEVER, output_stream
 from kvplan.core.engines.group_kinds import Kind, Tables, kinds_of
 from kvplan.core.engines.group_slots import SlotSums
 from kvplan.core.window_blocks import Share, WindowPool, keyed_runs, window_hit
@@ -295,9 +295,12 @@ class GroupBlocks:
         tails = self._tails.pop(self.cohort.step, None)
         return sorted((member for member in tails if member.decoding), key=_serial) if tails else []
 
-    def decode(self, steps: int, room_for_head: int | None, ending: Iterable[Member]) -> Moves | None:
+    def decode(
+        self, steps: int, room_for_head: int | None, ending: Iterable[Member]
+    ) -> DecodeRun[Member] | None:
         """Let the cohort decode, until blocks run short, or enough for the head of the queue might come to be free."""
         pool, cohort = self.pool, self.cohort
+        context = cohort.context
         taken: list[int] = []
         levels: list[Level] = []
         evicted = 0
@@ -330,8 +333,18 @@ class GroupBlocks:
         if not taken:
             return None
         first = levels[0]
-        return Moves(
-            taken, evicted, free, cached, shared, first.empty_slots, first.reserved_slots, (), levels
+        return DecodeRun(
+            len(taken),
+            cohort.size,
+            context,
+            taken,
+            evicted,
+            free,
+            cached,
+            shared,
+            first.empty_slots,
+            first.reserved_slots,
+            levels=levels,
         )
 
     def _dropped_next(self) -> int:
