@@ -208,8 +208,10 @@ def one_request_a_sample(requests: Iterable[Request]) -> Iterator[Request]:
     """
     looks_alike = has_samples = False
     for request in requests:
-        looks_alike |= _SAMPLE_ID.search(request.id) is not None
-        has_samples |= request.samples > 1
+        if "#" in request.id and _SAMPLE_ID.search(request.id):
+            looks_alike = True
+        if request.samples > 1:
+            has_samples = True
         if looks_alike and has_samples:
             raise InputError(
                 "the trace has parallel samples, and an id that ends in # and a number",

@@ -83,9 +83,8 @@ class LatencyModel:
         Step j takes ``first + growth * j`` picoseconds, for j below ``valid``: then a window is full, or the GPU
         begins to take longer than the host. Each step adds a token to every context.
         """
-        first = growth = 0
-        valid = _FOREVER
-        for stage in self.stages:
+        first, growth, valid = self.stages[0].decode(sequences, context)
+        for stage in self.stages[1:]:
             start, more, steps = stage.decode(sequences, context)
             first += start
             growth += more
@@ -100,9 +99,12 @@ class LatencyModel:
 
         Blocks are copied and swapped before it computes, one after the other.
         """
-        host, moved = self.host_ps(work), self.moved_ps(work)
-        busy = sum(stage.price(work) for stage in self.stages)
-        return (max(host, busy) if self._overlaps_host else host + busy) + moved
+        host = self.host_ps(work)
+        busy = 0
+        for stage in self.stages:
+            busy += stage.price(work)
+        ps = max(host, busy) if self._overlaps_host else host + busy
+        return ps + self.moved_ps(work) if work.moves_blocks else ps
 
     def host_ps(self, work: StepWork) -> int:
         """Picoseconds that the engine itself spends on a step: scheduling it, and what it does with the result."""
@@ -168,6 +170,7 @@ class _StageTime:
         self.shape, self.rates, self.constants, self.settings = shape, rates, constants, settings
         self._by_tokens: dict[int, int] = {}
         self._by_sampled: dict[int, int] = {}
+        self._by_sequences: dict[int, int] = {}  # that decode, but for what their context takes
         # Of a step: the least that launches take, and what kernels take beside their bytes and FLOPs.
         self._launch_ps = _ps(shape.kernels * constants.launch_kernel_s)
         self._kernels_s = shape.kernels * constants.kernel_s
@@ -220,8 +223,11 @@ class _StageTime:
 
     def decode(self, sequences: int, context: int) -> tuple[int, int, int]:
         """As `LatencyModel.decode`, of this stage alone."""
-        ps = self._tokens_ps(sequences) + self._head_ps(sequences)
-        ps += sequences * self._sequence_ps + self._context_ps * context
+        ps = self._by_sequences.get(sequences)
+        if ps is None:
+            ps = self._tokens_ps(sequences) + self._head_ps(sequences) + sequences * self._sequence_ps
+            self._by_sequences[sequences] = ps
+        ps += self._context_ps * context
         growth, valid = self._context_ps * sequences, _FOREVER
         for size, coefficient in self._windows:
             room = sequences * size - context

@@ -486,14 +486,14 @@ class DecodeRun(Generic[S]):
     evicted: int
     free_blocks: int
     cached_blocks: int
-    running: int
-    waiting: int
     shared_blocks: int
     empty_slots: int
     reserved_slots: int
-    waste_begun: Seq[tuple[int, int]]
-    finished: Seq[S]
-    free_blocks_end: int
+    waste_begun: Seq[tuple[int, int]] = ()
+    running: int = 0
+    waiting: int = 0
+    finished: Seq[S] = ()
+    free_blocks_end: int = 0
     hole_slots: int = 0
     levels: Levels | None = None
     sampled: Seq[S] = ()

@@ -186,7 +186,10 @@ class ExtentPool:
             assert node is not None, "only the list's end has no node"
             if size > left:
                 oldest.high -= left
-                node.lose(end, left)
+                if node.copies:
+                    node.lose(end, left)
+                else:
+                    node.high = end - left
                 break
             left -= size
             self._unlink(oldest)
@@ -317,8 +320,11 @@ class ExtentPool:
     def release(self, holding: Holding) -> None:
         """Take a user from all that a sequence holds, last block first."""
         for first, end in reversed(holding.table):
-            pieces = (first,) if first.high == end else _pieces(first, end)
-            for extent in reversed(pieces):
+            if first.high == end and first.users == 1:
+                first.users = 0
+                self._push(first)
+                continue
+            for extent in reversed(_pieces(first, end)):
                 extent.users -= 1
                 if not extent.users:
                     self._push(extent)

@@ -648,9 +648,8 @@ class Metrics:
             totals.output_inside += output * samples
         if record.measured:
             self._e2e.add(end - request.arrival)
-            tpot = tpot_ticks(record)
-            if tpot is not None:
-                self._tpot.add(tpot)
+            if output > 1 and record.first_token is not None:
+                self._tpot.add((end - record.first_token) / (output - 1))
             if self._has_goals:
                 totals.good += self._meets(record, self.slo)
         if self._on_request is not None:

@@ -53,7 +53,7 @@ class Request(NamedTuple):
     def sent_at(self, tick: int) -> Request:
         """The same request from another tick on; its client waits as long before it goes away."""
         abort = None if self.abort is None else self.abort + tick - self.arrival
-        return self._replace(arrival=tick, abort=abort)
+        return Request._make((self.id, tick, *self[2:7], abort, self.abort_mid))
 
     def prompt_content(self) -> tuple[Segment, ...]:
         """The prompt as segments; one that shares nothing is a stream of its own."""

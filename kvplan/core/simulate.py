@@ -109,6 +109,7 @@ class _Device:
     def __init__(self, prices: Sequence[Price]) -> None:
         self._prices = prices
         self._ends = [0] * len(prices)
+        #: Those that are not processed.
         self.batches: deque[tuple[int, int]] = deque()
         #: When the batch ends that was planned last.
         self.last_end = 0
@@ -121,10 +122,11 @@ class _Device:
     def run(self, turn: Turn[Any], now: int) -> int:
         """When the batch ends that is planned in ``turn``; one that computes and moves nothing takes no time."""
         work = turn.work
-        takes_time = turn.scheduled or turn.decoders or work.moves_blocks
+        takes_time = turn.decoders or turn.scheduled or work.moves_blocks
         ends = self._ends
         for stage, price in enumerate(self._prices):
-            now = max(now, ends[stage])
+            if ends[stage] > now:
+                now = ends[stage]
             if takes_time:
                 now += price(work)
             ends[stage] = now
@@ -380,9 +382,10 @@ class _Loop:
         Until somebody arrives, or as long as nobody goes away: 0 if somebody does in the first.
         """
         assert self._decode_price is not None, "the caller asks"
-        first, growth, valid = self._decode_price(sequences, context)
+        first, growth, most = self._decode_price(sequences, context)
         times = self._run_times(first, growth)
-        most = min(valid, _LONGEST_TURN)
+        if most > _LONGEST_TURN:
+            most = _LONGEST_TURN
         if self._clients.upcoming is not None:
             most = times.steps_until(self._clients.due - self._now, most)
         if self._aborts.live:
@@ -437,25 +440,24 @@ class _Loop:
             end = now if event is None else event
         elif self._step_numbered:
             end = now + 1
-        for row in self._gone:
+        gone, self._gone = self._gone, []
+        for row in gone:
             self._metrics.interrupt(row, now)
         self._metrics.fold(turn, now, end, end if self._step_numbered else device.last_end)
-        if self._gone:
-            for row in self._gone:
-                self._metrics.abort(row, end)
-            self._gone = []
+        for row in gone:
+            self._metrics.abort(row, end)
         self._steps += 1
         self._now = end
         return out
 
     def _note_run(self, run: DecodeRun[Any], times: RunTimes, number: int) -> int:
         """Note several steps of decodes; returns which step planned what the first of them processed."""
-        out = number
-        end = self._now + times.total(run.steps)
+        out, steps = number, run.steps
+        end = self._now + times.total(steps)
         self._metrics.fold_run(run, self._now, end, times)
         if self._device.batches:
             out, _ = self._device.hand_out()
-            self._device.put(number + run.steps - 1, self._now + times.total(run.steps + 1))
-        self._steps += run.steps
+            self._device.put(number + steps - 1, self._now + times.total(steps + 1))
+        self._steps += steps
         self._now = end
         return out

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from kvplan.core.cohort import Member
-from kvplan.core.engine import Levels, Turn
+from kvplan.core.engine import DecodeRun, Turn
 
 #: A place in the running list behind all.
 EVERYBODY = 1 << 62
@@ -24,24 +23,6 @@ class Hit(Protocol):
 
 
 H = TypeVar("H", bound=Hit)
-
-
-class Moves(NamedTuple):
-    """What a run of decode steps did to the pool.
-
-    ``taken``: in each step, blocks taken less those given back. All else but ``evicted`` and ``waste_begun`` (as in a
-    `DecodeRun`) stands as it is after the first step. With windows ``levels`` has the slots after each step.
-    """
-
-    taken: list[int]
-    evicted: int
-    free: int
-    cached: int
-    shared: int
-    empty: int
-    reserved: int
-    waste_begun: Seq[tuple[int, int]]
-    levels: Levels | None = None
 
 
 class PoolSums(Protocol):
@@ -95,12 +76,15 @@ class BlockSide(Protocol[H]):
     def end_walk(self) -> None:
         """Note that the running loop was taken literally."""
 
-    def decode(self, steps: int, room_for_head: int | None, ending: Iterable[Member]) -> Moves | None:
+    def decode(
+        self, steps: int, room_for_head: int | None, ending: Iterable[Member]
+    ) -> DecodeRun[Member] | None:
         """Let the cohort decode at most ``steps`` steps, its clock included; None if that must be done step by step.
 
         It ends before a step for which blocks might run short, or, with ``room_for_head`` set, for one after which so
         many blocks might be free, or the head of the queue might find more.
-        ``ending`` are done, but hold blocks until their output is processed.
+        ``ending`` are done, but hold blocks until their output is processed. Of the run returned, the queues and who
+        finishes are left to the caller.
         """
 
     def join(self, member: Member) -> None:

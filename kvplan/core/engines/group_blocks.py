@@ -16,8 +16,8 @@ from operator import mul
 from typing import NamedTuple
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import Levels, SchedulerConfig, Turn
-from kvplan.core.engines.block_side import EVERYBODY, NEVER, Moves, output_stream
+from kvplan.core.engine import DecodeRun, Levels, SchedulerConfig, Turn
+from kvplan.core.engines.block_side import EVERYBODY, NEVER, output_stream
 from kvplan.core.engines.group_kinds import Kind, Tables, kinds_of
 from kvplan.core.engines.group_slots import SlotSums
 from kvplan.core.window_blocks import Share, WindowPool, keyed_runs, window_hit
@@ -302,9 +302,12 @@ class GroupBlocks:
         tails = self._tails.pop(self.cohort.step, None)
         return sorted((member for member in tails if member.decoding), key=_serial) if tails else []
 
-    def decode(self, steps: int, room_for_head: int | None, ending: Iterable[Member]) -> Moves | None:
+    def decode(
+        self, steps: int, room_for_head: int | None, ending: Iterable[Member]
+    ) -> DecodeRun[Member] | None:
         """Let the cohort decode, until blocks run short, or enough for the head of the queue might come to be free."""
         pool, cohort, slots = self.pool, self.cohort, self._slots
+        context = cohort.context
         ending = tuple(ending)
         taken: list[int] = []
         levels = Levels([], [], [], [[] for _ in pool.shelves] if len(pool.shelves) > 1 else [])
@@ -325,7 +328,10 @@ class GroupBlocks:
                 free, cached, shared = pool.free, pool.idle, pool.shared
         if not taken:
             return None
-        return Moves(
+        return DecodeRun(
+            len(taken),
+            cohort.size,
+            context,
             taken,
             evicted,
             free,
@@ -333,8 +339,7 @@ class GroupBlocks:
             shared,
             levels.empty_slots[0],
             levels.reserved_slots[0],
-            (),
-            levels,
+            levels=levels,
         )
 
     def _next_change(self) -> int:

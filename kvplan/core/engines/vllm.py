@@ -200,7 +200,9 @@ class Vllm:
         if wait is None and self._only_decodes():
             # Until somebody finishes or blocks run short.
             cohort = self.cohort
-            steps = min(max_steps, cohort.first_finish - cohort.step + 1)
+            steps = cohort.first_finish - cohort.step + 1
+            if steps > max_steps:
+                steps = max_steps
             if self._in_flight and self._in_flight[0].done:
                 steps = 1  # who finishes does so in the last
             if run := self._decode(steps):
@@ -217,31 +219,13 @@ class Vllm:
 
         None if the next must be taken by the rules.
         """
-        size, context = self.cohort.size, self.cohort.context
         room = self._room_for_head if self.waiting else None
-        moves = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
-        if moves is None:
+        run = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
+        if run is None:
             return None
         self._restarts = 0
-        # By place: keywords would cost as much as a sequence that finishes.
-        run: DecodeRun[Member] = DecodeRun(
-            len(moves.taken),
-            size,
-            context,
-            moves.taken,
-            moves.evicted,
-            moves.free,
-            moves.cached,
-            len(self.running),
-            len(self.waiting),
-            moves.shared,
-            moves.empty,
-            moves.reserved,
-            moves.waste_begun,
-            self._stop_decoding(),
-            0,
-            levels=moves.levels,
-        )
+        run.running, run.waiting = len(self.running), len(self.waiting)
+        run.finished = self._stop_decoding()
         if self._queue_size > 1:
             self._put_in_flight(run)
         for member in run.finished:
@@ -428,10 +412,11 @@ class Vllm:
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
         blocks, pool = self.blocks, self.pool
-        self._head_is_blocked, self._room_for_head = bool(self.waiting), NEVER
+        waiting, running, prefilling = self.waiting, self.running, self.prefilling
+        self._head_is_blocked, self._room_for_head = True, NEVER
         blocks.met_grower = False
-        while budget > 0 and self.waiting and len(self.running) < limit:
-            member = self.waiting[0]
+        while budget > 0 and waiting and len(running) < limit:
+            member = waiting[0]
             hit = blocks.find(member)
             hit_tokens: int = hit.tokens
             tokens = member.num_tokens - hit_tokens
@@ -439,20 +424,21 @@ class Vllm:
                 tokens = cap
             if not config.enable_chunked_prefill and tokens > budget:
                 break
-            tokens = min(tokens, budget)
+            if tokens > budget:
+                tokens = budget
             room = blocks.shortage(member, hit, tokens)
-            if self.running:
+            if running:
                 room += self._watermark_blocks
             if room > pool.free:
                 self._room_for_head = room
                 break
             turn.evicted += blocks.admit(member, hit, tokens)
             member.computed = hit_tokens
-            self.waiting.popleft()
+            waiting.popleft()
             member.serial = self._num_admitted
             self._num_admitted += 1
-            self.running[member] = None
-            self.prefilling[member] = None
+            running[member] = None
+            prefilling[member] = None
             (turn.resumed if member.num_preemptions else turn.admitted).append(member)
             turn.prefix_hits.append((member, hit_tokens))
             blocks.place(member, tokens)
@@ -473,7 +459,8 @@ class Vllm:
             before = member.computed
             member.computed = after = before + tokens
             turn.scheduled_tokens += tokens
-            work.sampled += after >= member.num_tokens
+            if after >= member.num_tokens:
+                work.sampled += 1
             if before >= member.request.input_tokens and tokens == 1:
                 work.decodes += 1
                 work.decode_context += after
@@ -514,7 +501,8 @@ class Vllm:
                 self.cohort.join(member)
                 started.append(member)
                 self.blocks.join(member)
-        done.sort(key=_serial)
+        if len(done) > 1:
+            done.sort(key=_serial)
         return _Batch(turn.decoders + len(sampled), sampled, started, done)
 
     def _stop_decoding(self) -> list[Member]:
@@ -562,9 +550,13 @@ class Vllm:
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
         config = self.config
+        cap = config.long_prefill_token_threshold
+        if cap <= 0:
+            return 0
         queued = len(self.running) + len(self.waiting)
-        cap = config.long_prefill_token_threshold if queued > 1 else 0
-        if cap > 0 and config.long_prefill_token_threshold_adaptive:
+        if queued <= 1:
+            return 0
+        if config.long_prefill_token_threshold_adaptive:
             cap = max(cap, config.max_num_batched_tokens // queued)
         return cap
 
