@@ -840,7 +840,7 @@ struct Mma {
     static constexpr int ROW_BYTES = DIMS * sizeof(KV);
     static constexpr int TILES = HEADS / 8;
     // A warp takes GROUPS x 16 tokens at once, as many as its registers hold.
-    static constexpr int LONG_LOADS = O::ALIBI || O::SOFT_CAP ? 128 : LONG_E4M3_LOADS;  // options take registers too
+    static constexpr int LONG_LOADS = O::ALIBI || O::SOFT_CAP ? 128 : LONG_E4M3_LOADS;  // they take registers
     static constexpr int LOADS = !FP8 ? 256 : ROW_BYTES < 256 ? E4M3_LOADS : LONG_LOADS;  // bytes of a lane
     static constexpr int FITTING = 2 * LOADS / ROW_BYTES, MOST = FP8 && ROW_BYTES > 64 ? 3 : 4;
     static constexpr int GROUPS = FITTING < 1 ? 1 : FITTING > MOST ? MOST : FITTING;
