@@ -26,6 +26,7 @@ SPLIT = attention_variant("split", head_dim=64, group=4, dtype="float16", alibi=
 MMA = attention_variant("mma", head_dim=128, group=8, dtype="bfloat16")
 MMA_16 = attention_variant("mma", head_dim=64, group=16, dtype="float16", alibi=True)
 MMA_FP8 = attention_variant("mma", head_dim=64, group=8, dtype="bfloat16", kv_cache_dtype="fp8")
+MMA_SHARED = attention_variant("mma", head_dim=192, group=16, dtype="bfloat16", kv_cache_dtype="fp8")
 RESHAPE = Variant("reshape_and_cache", 64, "float16", "float16")
 RESHAPE_FP8 = Variant("reshape_and_cache", 64, "float16", "fp8_e4m3")
 COPY = Variant("copy_blocks")
@@ -142,6 +143,18 @@ MUTATIONS = (
         "SECOND = KV_E4M3_CVT ? 0x7362u : 0x7632u",
         "SECOND = 0x7362u",
         (MMA_FP8,),
+    ),
+    Mutation(
+        "mma: warps that share heads add up scores without a barrier",
+        "            sync_sharers();\n",
+        "",
+        (MMA_SHARED,),
+    ),
+    Mutation(
+        "mma: a warp that shares heads takes its own scores for the other's",
+        "exchange[1 - sharer()][i][lane()]",
+        "exchange[sharer()][i][lane()]",
+        (MMA_SHARED,),
     ),
     Mutation(
         "partial results: a logarithm of the wrong base",

@@ -49,6 +49,13 @@ __device__ __forceinline__ uint2 ldg(const uint2* address) {
     return v;
 }
 
+template <>
+__device__ __forceinline__ unsigned ldg(const unsigned* address) {
+    unsigned v;
+    asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(v) : "l"(address));
+    return v;
+}
+
 // shim: stg128.
 __device__ __forceinline__ void stg128(void* address, uint4 v) {
     *reinterpret_cast<uint4*>(address) = v;
@@ -58,6 +65,11 @@ __device__ __forceinline__ void stg128(void* address, uint4 v) {
 template <class T>
 __device__ __forceinline__ void stg(T* address, T value) {
     *address = value;
+}
+
+// shim: sync_warps. A barrier of the block's, 1 to 15, for so many of its threads, whole warps; it orders their memory.
+__device__ __forceinline__ void sync_warps(int barrier, int threads) {
+    asm volatile("bar.sync %0, %1;" : : "r"(barrier), "r"(threads) : "memory");
 }
 
 // The address as it is: what it was made of is not to be added up anew for each use.
@@ -743,7 +755,7 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
 // mma: tensor cores, a block of threads for each work item; fp16, bf16 and e4m3 caches, sm_80 and newer.
 //
 // Sums over head_dim and over keys may be taken in any order, so the order is chosen in which the contiguous bytes that
-// a lane loads are its fragment: no shared memory and no exchange in the loop. With g = lane / 4 and q = lane % 4:
+// a lane loads are its fragment: lanes exchange no keys or values. With g = lane / 4 and q = lane % 4:
 //   scores = Q x K   16 heads are the rows, 8 tokens the columns. A lane loads 16 bytes of the key of token g of the 8,
 //                    at byte 64c + 16q; their words are the fragments of the steps, and the query is loaded in the
 //                    same order. Where there are only 8 heads, rows 8 to 15 are the same heads at the next step's
@@ -756,9 +768,13 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
 // K and V take turns in one set of registers, `ring`: where a piece of K has been used, the same piece of V of the same
 // tokens is asked for, and where that has been used, K of the warp's next tokens. So loads are always under way.
 //
+// Two warps share 16 heads of more than 128 dimensions, half of the dimensions each, and add up their scores through
+// shared memory once a turn; the rest of a turn they do without each other. Where half a row is 96 bytes, lanes load 8
+// bytes of keys and 4 of values at once.
+//
 // Exponents refer to a value that starts at the first maximum and follows it only once a score is larger by more than
 // LAZY_LOG2, which no format minds; outputs are then scaled in a branch that is rarely taken.
-// Shared memory, after the loop only: BlockResults<HEAD_DIM, HEADS, Mma<...>::KEY_WARPS>.
+// Shared memory: BlockResults<HEAD_DIM, HEADS, Mma<...>::KEY_WARPS>, in the loop for the scores of warps that share.
 // ---------------------------------------------------------------------------------------------------------------------
 
 #if defined(KV_EMULATED) || __CUDA_ARCH__ >= 800
@@ -816,23 +832,28 @@ template <class T, class KV, int HEAD_DIM, int HEADS, class O>
 struct Mma {
     static constexpr bool FP8 = sizeof(KV) == 1;
     static constexpr bool BF16 = IsBFloat16<KV>::VALUE;
-    static constexpr int ROW_BYTES = HEAD_DIM * sizeof(KV);
-    // Tiles of 8 heads. Two warps share 16 heads of a long row, so that outputs fit in registers.
-    static constexpr int TILES = HEADS == 16 && HEAD_DIM <= 128 ? 2 : 1;
-    static constexpr int KEY_WARPS = WARPS * TILES * 8 / HEADS;
+    // Warps that share the tokens of 16 heads' long rows, each with its part of the dimensions, so that queries and
+    // outputs fit in registers and every byte is loaded and converted once.
+    static constexpr int SHARERS = HEADS == 16 && HEAD_DIM > 128 ? 2 : 1;
+    static constexpr int KEY_WARPS = WARPS / SHARERS;
+    static constexpr int DIMS = HEAD_DIM / SHARERS;
+    static constexpr int ROW_BYTES = DIMS * sizeof(KV);
+    static constexpr int TILES = HEADS / 8;
     // A warp takes GROUPS x 16 tokens at once, as many as its registers hold.
-    static constexpr int LOADS = !FP8 ? 256 : ROW_BYTES < 256 ? E4M3_LOADS : LONG_E4M3_LOADS;  // bytes of a lane
-    static constexpr int FITTING = 2 * LOADS / ROW_BYTES, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
+    static constexpr int LONG_LOADS = O::ALIBI || O::SOFT_CAP ? 128 : LONG_E4M3_LOADS;  // they take registers
+    static constexpr int LOADS = !FP8 ? 256 : ROW_BYTES < 256 ? E4M3_LOADS : LONG_LOADS;  // bytes of a lane
+    static constexpr int FITTING = 2 * LOADS / ROW_BYTES, MOST = FP8 && ROW_BYTES > 64 ? 3 : 4;
     static constexpr int GROUPS = FITTING < 1 ? 1 : FITTING > MOST ? MOST : FITTING;
     static constexpr int TOKENS = 16 * GROUPS;
     static constexpr int LOOKUPS = (TOKENS + 31) / 32;
-    // A row in pieces: of a piece a lane loads VALUE_BYTES of each of 4 values, or 16 bytes of CHUNKS x 2 keys.
-    static constexpr int PIECE_BYTES = ROW_BYTES % 128 == 0 ? 128 : 64;
+    // A row in pieces: of a piece a lane loads VALUE_BYTES of each of 4 values, or KEY_BYTES of CHUNKS x 2 keys.
+    static constexpr int PIECE_BYTES = ROW_BYTES % 128 == 0 ? 128 : ROW_BYTES % 64 == 0 ? 64 : 32;
     static constexpr int PIECES = ROW_BYTES / PIECE_BYTES;
-    static constexpr int CHUNKS = PIECE_BYTES / 64;
+    static constexpr int KEY_BYTES = PIECE_BYTES < 64 ? 8 : 16;
+    static constexpr int CHUNKS = PIECE_BYTES / (4 * KEY_BYTES);
     static constexpr int VALUE_BYTES = PIECE_BYTES / 8;
     static constexpr int WORDS = PIECE_BYTES / 8;
-    static constexpr int STEPS = FP8 ? 4 : 2;                         // of 16 dimensions in 16 bytes x 4 lanes
+    static constexpr int STEPS = KEY_BYTES / (FP8 ? 4 : 8);           // of 16 dimensions in KEY_BYTES x 4 lanes
     static constexpr int VALUE_ELEMENTS = VALUE_BYTES / sizeof(KV);
     static constexpr int VALUE_TILES = VALUE_ELEMENTS / 2;            // of 16 dimensions in a piece
     static_assert(ROW_BYTES % PIECE_BYTES == 0 && (HEADS == 8 || HEADS == 16), "whole pieces, whole tiles");
@@ -853,7 +874,7 @@ struct Mma {
     static __device__ __forceinline__ int g() { return lane() / 4; }
     static __device__ __forceinline__ int q() { return lane() % 4; }
     static __device__ __forceinline__ int key_warp() { return threadIdx.x / 32 % KEY_WARPS; }
-    static __device__ __forceinline__ int first_tile() { return threadIdx.x / 32 / KEY_WARPS * TILES; }
+    static __device__ __forceinline__ int sharer() { return SHARERS == 1 ? 0 : threadIdx.x / 32 / KEY_WARPS; }
 
     static __device__ __forceinline__ void mma(float d[4], const unsigned a[4], const unsigned b[2]) {
         if constexpr (BF16) {
@@ -870,9 +891,9 @@ struct Mma {
     }
 
     __device__ __forceinline__ void load_query(const PagedAttentionParams& p, const WorkItem& item, int tile) {
-        const int h = (first_tile() + tile) * 8 + g();
+        const int h = 8 * tile + g();
         const T* row = (const T*)p.query + item.request * p.query_stride_request +
-                       (item.first_head + h) * p.query_stride_head;
+                       (item.first_head + h) * p.query_stride_head + sharer() * DIMS;
         KV_UNROLL for (int c = 0; c < PIECES * CHUNKS; c++) {
             KV_UNROLL for (int i = 0; i < STEPS / 2; i++) {
                 uint4 part = make_uint4(0u, 0u, 0u, 0u);
@@ -901,7 +922,7 @@ struct Mma {
         : scoring(p, kv_head) {
         scoring.scale *= unit_of<KV>();
         KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
-            const int h = (first_tile() + tile) * 8 + g();
+            const int h = 8 * tile + g();
             load_query(p, item, tile);
             reference[tile] = 0.0f;
             sum[tile] = 0.0f;
@@ -912,16 +933,29 @@ struct Mma {
         }
     }
 
-    // 16 bytes of keys g and g + 8 of a group, for each chunk of a piece.
+    template <int BYTES>
+    static __device__ __forceinline__ void load(unsigned* words, const char* address) {
+        if constexpr (BYTES == 16) {
+            const uint4 v = ldg128(address);
+            words[0] = v.x;
+            words[1] = v.y;
+            words[2] = v.z;
+            words[3] = v.w;
+        } else if constexpr (BYTES == 8) {
+            const uint2 v = ldg((const uint2*)address);
+            words[0] = v.x;
+            words[1] = v.y;
+        } else {
+            words[0] = ldg((const unsigned*)address);
+        }
+    }
+
+    // KEY_BYTES of keys g and g + 8 of a group, for each chunk of a piece.
     __device__ __forceinline__ void load_keys(const char* const keys[2], int group, int piece) {
         KV_UNROLL for (int c = 0; c < CHUNKS; c++) {
             KV_UNROLL for (int i = 0; i < 2; i++) {
-                const uint4 v = ldg128(keys[i] + piece * PIECE_BYTES + c * 64);
-                unsigned* words = ring[group][piece] + (2 * c + i) * 4;
-                words[0] = v.x;
-                words[1] = v.y;
-                words[2] = v.z;
-                words[3] = v.w;
+                load<KEY_BYTES>(ring[group][piece] + (2 * c + i) * (KEY_BYTES / 4),
+                                keys[i] + piece * PIECE_BYTES + c * 4 * KEY_BYTES);
             }
         }
     }
@@ -929,18 +963,7 @@ struct Mma {
     // VALUE_BYTES of values 2q, 2q+1, 2q+8, 2q+9 of a group.
     __device__ __forceinline__ void load_values(const char* const values[4], int group, int piece) {
         KV_UNROLL for (int i = 0; i < 4; i++) {
-            unsigned* words = ring[group][piece] + i * (VALUE_BYTES / 4);
-            if constexpr (VALUE_BYTES == 16) {
-                const uint4 v = ldg128(values[i] + piece * PIECE_BYTES);
-                words[0] = v.x;
-                words[1] = v.y;
-                words[2] = v.z;
-                words[3] = v.w;
-            } else {
-                const uint2 v = ldg((const uint2*)(values[i] + piece * PIECE_BYTES));
-                words[0] = v.x;
-                words[1] = v.y;
-            }
+            load<VALUE_BYTES>(ring[group][piece] + i * (VALUE_BYTES / 4), values[i] + piece * PIECE_BYTES);
         }
     }
 
@@ -952,7 +975,7 @@ struct Mma {
         KV_UNROLL for (int c = 0; c < CHUNKS; c++) {
             KV_UNROLL for (int step = 0; step < STEPS; step++) {
                 KV_UNROLL for (int i = 0; i < 2; i++) {
-                    const unsigned* words = ring[group][piece] + (2 * c + i) * 4;
+                    const unsigned* words = ring[group][piece] + (2 * c + i) * (KEY_BYTES / 4);
                     unsigned b[2];
                     if constexpr (FP8) {
                         e4m3x4_to_half2x2(words[step], b);
@@ -1036,6 +1059,36 @@ struct Mma {
         }
     }
 
+    using Results = BlockResults<HEAD_DIM, HEADS, KEY_WARPS>;
+    // Of a turn, each in its part of the results' memory: where a warp leaves its scores for the other.
+    using Exchange = float4[SHARERS][GROUPS * TILES][32];
+    static_assert(SHARERS == 1 || 2 * sizeof(Exchange) <= sizeof(float[HEADS][HEAD_DIM]), "two turns' scores fit");
+
+    static __device__ __forceinline__ void sync_sharers() {
+        if constexpr (SHARERS > 1) sync_warps(1 + key_warp(), 32 * SHARERS);
+    }
+
+    // Adds the other warp's scores, over its dimensions, to these. Turns alternate between two places, so that one
+    // barrier is enough. Both warps get the same bits, so that they take the same branches.
+    __device__ __forceinline__ void share_scores(Results& results, int place) {
+        if constexpr (SHARERS > 1) {
+            Exchange& exchange = reinterpret_cast<Exchange*>(results.values[key_warp()])[place];
+            KV_UNROLL for (int i = 0; i < GROUPS * TILES; i++) {
+                const float(*s)[2] = scores[i / 2][i % 2];
+                exchange[sharer()][i][lane()] = make_float4(s[0][0], s[0][1], s[1][0], s[1][1]);
+            }
+            sync_sharers();
+            KV_UNROLL for (int i = 0; i < GROUPS * TILES; i++) {
+                float(*s)[2] = scores[i / 2][i % 2];
+                const float4 other = exchange[1 - sharer()][i][lane()];
+                s[0][0] += other.x;
+                s[0][1] += other.y;
+                s[1][0] += other.z;
+                s[1][1] += other.w;
+            }
+        }
+    }
+
     // Moves the reference of each head's exponents to its maximum over the warp's tokens, if that is higher or the
     // first.
     __device__ __forceinline__ void follow_maximum(bool first) {
@@ -1099,19 +1152,20 @@ struct Mma {
     }
 
     // Leaves the warp's results in shared memory.
-    __device__ __forceinline__ void finish(bool exist, bool none, BlockResults<HEAD_DIM, HEADS, KEY_WARPS>& results) {
+    __device__ __forceinline__ void finish(bool exist, bool none, Results& results) {
+        sync_sharers();  // The last scores have been read.
         KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
             float total = exist ? sum[tile] : not_a_number();
             total += __shfl_xor_sync(ALL_LANES, total, 1);
             total += __shfl_xor_sync(ALL_LANES, total, 2);
-            const int first = (first_tile() + tile) * 8;
-            if (q() == 0) {
+            const int first = 8 * tile;
+            if (q() == 0 && sharer() == 0) {
                 results.maximum[key_warp()][first + g()] = none ? NO_SCORE : reference[tile];
                 results.sum[key_warp()][first + g()] = total;
             }
             KV_UNROLL for (int piece = 0; piece < PIECES; piece++) {
                 KV_UNROLL for (int j = 0; j < VALUE_TILES; j++) {
-                    const int d = (8 * piece + g()) * VALUE_ELEMENTS + 2 * j;
+                    const int d = sharer() * DIMS + (8 * piece + g()) * VALUE_ELEMENTS + 2 * j;
                     KV_UNROLL for (int i = 0; i < 4; i++) {
                         results.values[key_warp()][first + 2 * q() + i % 2][d + i / 2] = output[piece][j][tile][i];
                     }
@@ -1124,15 +1178,16 @@ struct Mma {
 template <class T, class KV, int HEAD_DIM, int HEADS, class O>
 __device__ __forceinline__ void mma_attention(const PagedAttentionParams& p) {
     using Warp = Mma<T, KV, HEAD_DIM, HEADS, O>;
-    using Results = BlockResults<HEAD_DIM, HEADS, Warp::KEY_WARPS>;
+    using Results = typename Warp::Results;
     constexpr int STRIDE = Warp::TOKENS * Warp::KEY_WARPS;
     KV_SHARED(Results, results);
     const WorkItem item = work_item_of(p);
     const int kv_head = kv_head_of(p, item);
     const int context = O::ALIBI ? ldg(p.context_lens + item.request) : 0;
     const long long head_bytes = kv_head * p.cache_stride_head * (long long)sizeof(KV);
-    const char* keys = as_one((const char*)p.key_cache + head_bytes + 16 * Warp::q());
-    const char* values = as_one((const char*)p.value_cache + head_bytes + Warp::VALUE_BYTES * Warp::g());
+    const long long first_byte = head_bytes + Warp::sharer() * Warp::ROW_BYTES;
+    const char* keys = as_one((const char*)p.key_cache + first_byte + Warp::KEY_BYTES * Warp::q());
+    const char* values = as_one((const char*)p.value_cache + first_byte + Warp::VALUE_BYTES * Warp::g());
 
     Warp state(p, item, kv_head);
     TokenRows<KV, Warp::LOOKUPS> rows(p, item);
@@ -1141,6 +1196,7 @@ __device__ __forceinline__ void mma_attention(const PagedAttentionParams& p) {
     int base = item.begin + Warp::key_warp() * Warp::TOKENS;
     const bool none = base >= end;
     bool more = !none, first = true;
+    int place = 0;
     if (more) {
         rows.ask(p, base);
         rows.resolve(p, base);
@@ -1149,6 +1205,8 @@ __device__ __forceinline__ void mma_attention(const PagedAttentionParams& p) {
     }
     while (more) {
         KV_UNROLL for (int group = 0; group < Warp::GROUPS; group++) state.use_keys(values, rows, group);
+        state.share_scores(*results, place);
+        place ^= 1;
         state.weigh(base, end, base + 1 - context, first);
         first = false;
         base += STRIDE;

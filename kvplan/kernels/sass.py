@@ -21,7 +21,7 @@ from kvplan.kernels.nvrtc import Compiled
 _LABEL = re.compile(r"^(\.L_x_\d+):")
 _INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,5}\*/\s+(.*?)\s*;")
 _TARGET = re.compile(r"BRA.*`\((\.L_x_\d+)\)")
-_WIDE_LOAD = re.compile(r"\bLDG\.E(?:\.\w+)*?\.(64|128)\b")
+_LOAD = re.compile(r"\bLDG\.E((?:\.\w+)*)")
 _REGISTER = re.compile(r"\bR(\d+)\b")
 _PREDICATE = re.compile(r"^@!?U?P\w+\s+")
 #: Registers that an operand of a tensor-core instruction spans: result, first, second, added matrix.
@@ -36,11 +36,11 @@ class NoDisassembler(KvplanError):
 
 @dataclass(frozen=True)
 class MainLoop:
-    """The loop with the most wide loads.
+    """The loop with the most loads of keys and values.
 
     ``instructions`` counts those of the way usually taken; ``rare`` those of blocks beside it that are branched over
     and neither load nor multiply (masking the last tokens, scaling after a new maximum). ``loaded_bytes`` is what a
-    lane reads in a turn by loads of 8 and 16 bytes, ``bytes_under_way`` the most that it has asked for and not used
+    lane reads of keys and values in a turn, ``bytes_under_way`` the most that it has asked for and not used
     at any point. ``local_accesses`` are loads and stores of spilled registers in the whole kernel.
     """
 
@@ -102,13 +102,13 @@ def _figures(code: list[str], labels: dict[str, int]) -> MainLoop:
     first, last = _widest_loop(code, labels)
     loop = code[first : last + 1]
     rare = _rarely_run(code, labels, first, last)
-    widths = [int(found[1]) for line in loop if (found := _WIDE_LOAD.search(line))]
+    sizes = [_loaded_bytes(line) for line in loop]
     return MainLoop(
         instructions=len(loop) - rare,
         rare=rare,
         mma=sum("HMMA" in line for line in loop),
-        loads_128=widths.count(128),
-        loaded_bytes=sum(widths) // 8,
+        loads_128=sizes.count(16),
+        loaded_bytes=sum(sizes),
         bytes_under_way=_bytes_under_way(loop),
         local_accesses=sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in code),
     )
@@ -122,7 +122,7 @@ def _widest_loop(code: list[str], labels: dict[str, int]) -> tuple[int, int]:
         start = labels.get(found[1], len(code)) if found else len(code)
         if start > at or ".DIV" in line or any("EXIT" in one for one in code[start:at]):
             continue
-        loads = sum(bool(_WIDE_LOAD.search(one)) for one in code[start : at + 1])
+        loads = sum(_loaded_bytes(one) > 0 for one in code[start : at + 1])
         best = max(best, (loads, start, at), key=lambda one: one[0])
     return best[1], best[2]
 
@@ -147,11 +147,18 @@ def _bytes_under_way(loop: list[str]) -> int:
     for line in [*loop, *loop]:
         touched = _touched(line)
         waiting = {r: one for r, one in waiting.items() if touched.isdisjoint(one[0])}
-        if found := _WIDE_LOAD.search(line):
-            register, size = int(_REGISTER.findall(line)[0]), int(found[1]) // 8
+        if size := _loaded_bytes(line):
+            register = int(_REGISTER.findall(line)[0])
             waiting[register] = (range(register, register + size // 4), size)
             most = max(most, sum(size for _, size in waiting.values()))
     return most
+
+
+def _loaded_bytes(line: str) -> int:
+    """Of keys or values, which are read by loads of 8 or 16 bytes, or of 4 that say that nobody writes there."""
+    found = _LOAD.search(line)
+    kinds = found[1].split(".") if found else []
+    return 16 if "128" in kinds else 8 if "64" in kinds else 4 if "CONSTANT" in kinds else 0
 
 
 def _touched(line: str) -> set[int]:

@@ -102,7 +102,7 @@ class Variant:
 
     @property
     def _parts(self) -> int:
-        """Parts of a block that share no tokens: its warps, or pairs of warps that share a long row's 16 heads."""
+        """Parts of a block that share no tokens: its warps, or pairs that have the halves of long rows."""
         paired = self.kernel == "mma" and self.head_tile == 16 and self.head_dim > 128
         return _WARPS // 2 if paired else _WARPS
 

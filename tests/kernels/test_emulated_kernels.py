@@ -27,11 +27,14 @@ OPTIONS = [
     attention_variant("mma", head_dim=64, group=8, dtype="float16", alibi=True),
     attention_variant("mma", head_dim=128, group=16, dtype="bfloat16", kv_cache_dtype="fp8", soft_cap=True),
     attention_variant("mma", head_dim=192, group=4, dtype="float16"),
+    attention_variant("mma", head_dim=192, group=16, dtype="float16", kv_cache_dtype="fp8", alibi=True),
 ]
 VARIANTS = [one for one in dict.fromkeys([*default_variants(), *OPTIONS]) if one.kernel != "merge"]
 #: One of each kernel, for what is slow or looks at each line of the source once.
 MMA = attention_variant("mma", head_dim=128, group=8, dtype="bfloat16")
 MMA_FP8 = attention_variant("mma", head_dim=64, group=8, dtype="float16", kv_cache_dtype="fp8")
+#: Two warps share the heads, by dimensions.
+MMA_SHARED = attention_variant("mma", head_dim=192, group=16, dtype="float16", kv_cache_dtype="fp8")
 SPLIT = attention_variant("split", head_dim=80, group=4, dtype="float16")
 NAIVE = attention_variant("naive", head_dim=64, group=1, dtype="float32")
 WRITERS = (
@@ -66,12 +69,12 @@ def test_fp8_as_newer_gpus_decode_it_is_right_too() -> None:
     fp8 = [replace(one, kv_cache_dtype="fp8_e4m3") for one in (SPLIT, NAIVE)]
     emulator = Emulator(defines=(("KV_E4M3_CVT", "1"),))
     names = ("partial last block", "scales for heads", "many splits", "groups of 16", "sharp softmax")
-    rows = list(validate([MMA_FP8, *fp8], [BY_NAME[name] for name in names], solver=emulator))
+    rows = list(validate([MMA_FP8, MMA_SHARED, *fp8], [BY_NAME[name] for name in names], solver=emulator))
     assert faults(rows) == []
 
 
 @pytest.mark.parametrize("order", list(Order))
-@pytest.mark.parametrize("variant", [MMA, SPLIT], ids=lambda one: one.kernel)
+@pytest.mark.parametrize("variant", [MMA, MMA_SHARED, SPLIT], ids=lambda one: one.name)
 def test_the_order_of_threads_changes_no_bit(variant: Variant, order: Order) -> None:
     emulator, posed = Emulator(), problem(variant, BY_NAME["many splits"])
     program = emulator.build([variant])
@@ -100,12 +103,10 @@ def test_progress_tells_what_is_next() -> None:
 @pytest.fixture(scope="module")
 def watched(sanitizer: Sanitizer) -> tuple[Emulator, Path]:
     emulator = Emulator(sanitizer=sanitizer)
-    return emulator, emulator.build([MMA, MMA_FP8, SPLIT, NAIVE, *WRITERS])
+    return emulator, emulator.build([MMA, MMA_FP8, MMA_SHARED, SPLIT, NAIVE, *WRITERS])
 
 
-@pytest.mark.parametrize(
-    "variant", [MMA, MMA_FP8, SPLIT, NAIVE], ids=lambda one: one.kernel + one.kv_cache_dtype
-)
+@pytest.mark.parametrize("variant", [MMA, MMA_FP8, MMA_SHARED, SPLIT, NAIVE], ids=lambda one: one.name)
 def test_no_sanitizer_reports_anything(watched: tuple[Emulator, Path], variant: Variant) -> None:
     """Requests that share blocks, in more chunks than one: so ``merge`` is watched too."""
     emulator, program = watched
@@ -137,7 +138,7 @@ KV = ("key_cache", "value_cache")
 
 
 @pytest.mark.parametrize("case", ["ragged batch", "many splits", "window and splits", "blocks of 1"])
-@pytest.mark.parametrize("variant", [MMA, MMA_FP8, SPLIT], ids=lambda one: one.name)
+@pytest.mark.parametrize("variant", [MMA, MMA_FP8, MMA_SHARED, SPLIT], ids=lambda one: one.name)
 def test_mma_and_split_read_whole_sectors_and_nothing_but_what_is_attended(
     variant: Variant, case: str
 ) -> None:
@@ -149,7 +150,7 @@ def test_mma_and_split_read_whole_sectors_and_nothing_but_what_is_attended(
 def test_mma_and_split_ask_for_little_twice() -> None:
     """What is asked for again are the rows of last tokens, which stand in for those past the end."""
     case = Case("long", (1024,), group=8, num_kv_heads=1)
-    for variant in (MMA, attention_variant("split", head_dim=128, group=8, dtype="bfloat16")):
+    for variant in (MMA, MMA_SHARED, attention_variant("split", head_dim=128, group=8, dtype="bfloat16")):
         log, least = traffic(variant, case)
         assert log.requested_bytes(KV) == least
 
@@ -202,6 +203,24 @@ def test_slots_without_a_token_show_in_the_first_kernel() -> None:
     case = Case("partial", (20,), group=1, num_kv_heads=1)
     outcome, _ = racy(case, masked=False)
     assert np.isnan(outcome.outputs["output"]).all()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("            sync_sharers();\n", ""),
+        ("        sync_sharers();  // The last scores have been read.\n", ""),
+        ("        place ^= 1;\n", ""),
+    ],
+    ids=["scores are read at once", "results are written at once", "one place for the scores of all turns"],
+)
+def test_warps_that_share_heads_race_without_their_barriers(old: str, new: str) -> None:
+    source = kernel_source()
+    assert source.count(old) == 1
+    emulator = Emulator(source.replace(old, new), Sanitizer.THREAD)
+    posed = problem(MMA_SHARED, Case("turns", (200,), group=16, num_kv_heads=1, chunk_tokens=256))
+    outcome = emulator.attend(emulator.build([MMA_SHARED]), posed)
+    assert {one.kind for one in outcome.reports} == {"data race"}
 
 
 def test_a_removed_guard_is_reported_by_the_address_sanitizer() -> None:

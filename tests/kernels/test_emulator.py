@@ -180,6 +180,12 @@ CHANGES: dict[str, list[tuple[str, str]]] = {
     "correct": [],
     "some_return": [(BARRIER, "if (i > 5) __syncthreads(); else return;")],
     "two_barriers": [(BARRIER, "if (i > 5) __syncthreads();\n else __syncthreads();")],
+    "warps_wait": [(BARRIER, "sync_warps(1, 64);")],
+    "each_warp_waits": [(BARRIER, "sync_warps(1 + i / 32, 32);"), ("s[n - 1 - i]", "s[i ^ 1]")],
+    "a_warp_returns": [(BARRIER, "if (i > 31) sync_warps(1, 64); else return;")],
+    "other_barriers": [(BARRIER, "sync_warps(1 + i / 32, 64);")],
+    "part_of_a_warp": [(BARRIER, "sync_warps(1, 40);")],
+    "too_few_wait": [(BARRIER, "sync_warps(1 + i / 32, 32);")],
     "lane_returns": [("    const unsigned v", "if (i == 3) return; const unsigned v")],
     "lane_skips": [(SHUFFLE, f"(i == 9 ? 0 : {SHUFFLE})"), (SYNCWARP, "__syncthreads();")],
     "not_in_its_mask": [(SHUFFLE, "__shfl_xor_sync(1u, s[i], 0)")],
@@ -249,6 +255,9 @@ def test_no_sanitizer_reports_a_correct_kernel(sanitizer: Sanitizer) -> None:
     [
         ("some_return", "divergent barrier: "),
         ("two_barriers", "mismatched barriers: "),
+        ("a_warp_returns", "divergent barrier: "),
+        ("other_barriers", "waits at barrier 1, small.cu:5, but"),
+        ("part_of_a_warp", "whole warps of the block, not 40 threads"),
         ("lane_returns", "lane 3) has returned"),
         (
             "lane_skips",
@@ -291,6 +300,15 @@ def test_a_race_is_reported_with_its_line(name: str) -> None:
     outcome = shared(name, Sanitizer.THREAD)
     assert {(one.tool, one.kind) for one in outcome.reports} == {("ThreadSanitizer", "data race")}
     assert {line for one in outcome.reports for line in one.lines} <= {4, 6, 8}
+
+
+def test_a_barrier_of_some_warps_orders_those() -> None:
+    words = np.arange(256)
+    given = shared("warps_wait", order=Order.REVERSE).outputs["out"].reshape(4, 64)
+    assert np.array_equal(given, words.reshape(4, 64)[:, ::-1] + (words.reshape(4, 64) ^ 1))
+    assert shared("warps_wait", Sanitizer.THREAD).reports == ()
+    assert shared("each_warp_waits", Sanitizer.THREAD).reports == ()
+    assert shared("too_few_wait", Sanitizer.THREAD).reports != ()
 
 
 def test_shuffles_order_no_memory_but_syncwarp_does() -> None:

@@ -257,7 +257,8 @@ struct Thread : Place {
   // What a waiting thread waits at and with.
   Site site{"", 0};
   Collective kind = Collective::kSyncwarp;
-  unsigned mask = 0;
+  int barrier = 0;
+  unsigned barrier_threads = 0, mask = 0;
   uint64_t value = 0;
   int operand = 0, width = 32;
   float d[4];
@@ -269,19 +270,24 @@ struct Thread : Place {
 std::vector<Thread>* threads;  // of the block that runs
 std::vector<unsigned> turn_order;
 size_t turn;
-unsigned num_waiting, num_done;
+unsigned num_done;
 Fiber main_fiber;
 const Launch* launch;
 unsigned block_number;
 
+const int kBarriers = 16;  // of a block; __syncthreads is number 0
+struct Barrier {
+  unsigned num_waiting, generation;
+};
+Barrier barriers[kBarriers];
+
 struct Tags {  // of one block, for ThreadSanitizer: two of each kind in turn, so that who is already at the next
                // barrier hides nothing of who is still before this one
-  char barrier[2];
+  char barrier[kBarriers][2];
   char warp[32][2];
 };
 std::vector<Tags> tags;
 char start_tag, end_tag;
-unsigned barrier_generation;
 unsigned warp_generation[32];
 
 Thread& self() { return *static_cast<Thread*>(current); }
@@ -307,7 +313,10 @@ std::string thread_name(const Thread& thread) {
 
 std::string wait_name(const Thread& thread) {
   if (thread.state == State::kDone) return thread_name(thread) + " has returned";
-  if (thread.state == State::kBarrier) return thread_name(thread) + " waits at __syncthreads, " + place_name(thread.site);
+  if (thread.state == State::kBarrier)
+    return thread_name(thread) + " waits at " +
+           (thread.barrier == 0 ? "__syncthreads" : "barrier " + std::to_string(thread.barrier)) + ", " +
+           place_name(thread.site);
   if (thread.state == State::kCollective)
     return thread_name(thread) + " waits at " + kind_name(thread.kind) + ", " + place_name(thread.site);
   return thread_name(thread) + " has not come there yet";
@@ -487,7 +496,7 @@ void watch_signals(uint64_t limit_s) {
   for (const Thread& thread : *threads)
     if (thread.state == State::kBarrier)
       for (const Thread& other : *threads)
-        if (other.state != State::kBarrier)
+        if (other.state != State::kBarrier || other.barrier != thread.barrier)
           fail("divergent barrier: %s, but %s", wait_name(thread).c_str(), wait_name(other).c_str());
   fail("no thread can go on");
 }
@@ -544,7 +553,8 @@ void thread_main() {
 
 void start_block(std::vector<Thread>& block_threads) {
   threads = &block_threads;
-  num_waiting = num_done = barrier_generation = 0;
+  num_done = 0;
+  memset(barriers, 0, sizeof barriers);
   memset(warp_generation, 0, sizeof warp_generation);
   for (Thread& thread : block_threads) {
     thread.state = State::kReady;
@@ -763,22 +773,31 @@ Kernel::Kernel(const char* its_name, const void* its_function, size_t its_bytes,
   first_kernel = this;
 }
 
-void block_barrier(Site site) {
+void wait_at_barrier(int number, unsigned num_threads, Site site) {
   Thread& me = self();
+  if (number < 0 || number >= kBarriers) fail("a block has barriers 0 to 15, not %d, %s", number, place_name(site).c_str());
+  if (num_threads == 0) num_threads = static_cast<unsigned>(threads->size());
+  if (num_threads > threads->size() || (num_threads % 32 != 0 && num_threads != threads->size()))
+    fail("a barrier takes whole warps of the block, not %u threads, %s", num_threads, place_name(site).c_str());
   me.state = State::kBarrier;
+  me.barrier = number;
+  me.barrier_threads = num_threads;
   me.site = site;
   for (const Thread& other : *threads) {
-    if (other.state == State::kDone)
+    if (other.state == State::kDone && num_threads == threads->size())
       fail("divergent barrier: %s, but %s", wait_name(me).c_str(), wait_name(other).c_str());
-    if (other.state == State::kBarrier && (other.site.line != site.line || other.site.file != site.file))
+    if (other.state != State::kBarrier || other.barrier != number) continue;
+    if (other.site.line != site.line || other.site.file != site.file || other.barrier_threads != num_threads)
       fail("mismatched barriers: %s, but %s", wait_name(me).c_str(), wait_name(other).c_str());
   }
-  char* const tag = &tags[block_number].barrier[barrier_generation % 2];
+  Barrier& barrier = barriers[number];
+  char* const tag = &tags[block_number].barrier[number][barrier.generation % 2];
   release_tag(tag);
-  if (++num_waiting == threads->size()) {
-    num_waiting = 0;
-    ++barrier_generation;
-    for (Thread& thread : *threads) thread.state = State::kReady;
+  if (++barrier.num_waiting == num_threads) {
+    barrier.num_waiting = 0;
+    ++barrier.generation;
+    for (Thread& thread : *threads)
+      if (thread.state == State::kBarrier && thread.barrier == number) thread.state = State::kReady;
   } else {
     give_way();
   }

@@ -69,7 +69,8 @@ extern uint3 block_index, block_shape, grid_shape;
 extern unsigned char* shared_memory;
 
 // All of these give control to other threads and come back, or end the launch with a message.
-void block_barrier(Site site);
+// At one of a block's barriers, 0 to 15, for so many of its threads; 0 threads are all.
+void wait_at_barrier(int number, unsigned num_threads, Site site);
 uint64_t warp_collective(Collective kind, unsigned mask, uint64_t value, int lane, int width, Site site);
 void warp_mma(float* d, const unsigned* a, const unsigned* b, bool bf16, Site site);
 
@@ -108,7 +109,9 @@ Kernel kernel(const char* name, void (*function)(Arguments)) {
 #define gridDim (kv_emulation::grid_shape)
 #define warpSize 32
 
-inline void __syncthreads(kv_emulation::Site site = kv_emulation::Site::here()) { kv_emulation::block_barrier(site); }
+inline void __syncthreads(kv_emulation::Site site = kv_emulation::Site::here()) {
+  kv_emulation::wait_at_barrier(0, 0, site);
+}
 inline void __syncwarp(unsigned mask = 0xffffffffu, kv_emulation::Site site = kv_emulation::Site::here()) {
   kv_emulation::warp_collective(kv_emulation::Collective::kSyncwarp, mask, 0, 0, 32, site);
 }
@@ -184,6 +187,10 @@ inline void stg128(void* address, uint4 value, kv_emulation::Site site = kv_emul
 template <class T> void stg(T* address, T value, kv_emulation::Site site = kv_emulation::Site::here()) {
   kv_emulation::touch(address, sizeof(T), true, site);
   *address = value;
+}
+
+inline void sync_warps(int barrier, int threads, kv_emulation::Site site = kv_emulation::Site::here()) {
+  kv_emulation::wait_at_barrier(barrier, static_cast<unsigned>(threads), site);
 }
 
 inline void mma_m16n8k16_bf16(float d[4], const unsigned a[4], const unsigned b[2], kv_emulation::Site site = kv_emulation::Site::here()) {
