@@ -215,7 +215,7 @@ Options = TypeVar("Options", bound=ServingOptions)
 
 
 def settings_dict(settings: Settings) -> dict[str, object]:
-    """The ``config`` block of the JSON contract; infinity, for which JSON has no number, is the text that flags take."""
+    """The ``config`` block of the JSON contract; infinity, for which JSON has no number, is text as in a flag."""
     return {
         name: {"value": "inf" if s.value == inf else s.value, "source": s.source}
         for name, s in sorted(settings.items())
