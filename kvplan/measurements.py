@@ -118,19 +118,33 @@ def _of_table(text: str, name: str) -> Measurements:
     """
     reader = csv.DictReader(StringIO(text, newline=""))
     try:
-        lacking = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
-        samples = () if lacking else tuple(_rows(reader, name))
+        _refuse_columns(list(reader.fieldnames or ()), f"{name}:1")
+        samples = tuple(_rows(reader, name))
     except csv.Error as error:
         raise InputError(
             f"the line is no row of a table: {error}", where=f"{name}:{reader.line_num}", hint="mend it"
         ) from None
-    if lacking:
-        raise InputError(
-            f"the table lacks the column {lacking[0]}",
-            where=f"{name}:1",
-            hint=f"its first line names the columns: {', '.join(_NEEDED)}",
-        )
+    if not samples:
+        raise InputError("the table has no rows", where=name, hint="add the steps that were measured")
     return Measurements("table of step times", name, samples)
+
+
+def _refuse_columns(columns: list[str], place: str) -> None:
+    """Refuse a header that lacks a column, or names one that is read twice."""
+    for column in _NEEDED:
+        if column not in columns:
+            raise InputError(
+                f"the table lacks the column {column}",
+                where=place,
+                hint=f"its first line names the columns: {', '.join(_NEEDED)}",
+            )
+    for column in (*_NEEDED, "prompt_tokens", *_OF_DEPLOYMENT):
+        if columns.count(column) > 1:
+            raise InputError(
+                f"the table has several columns {column}",
+                where=place,
+                hint="leave one of them, rename the others",
+            )
 
 
 def _rows(reader: csv.DictReader[str], name: str) -> Iterator[StepSample]:

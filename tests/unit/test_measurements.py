@@ -40,6 +40,8 @@ def test_a_row_may_compute_a_prompt_beside(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("batch_size,step_ms\n1,2\n", "the table lacks the column context_mean"),
+        ("batch_size,context_mean,step_ms,batch_size\n1,9,2,8\n", "the table has several columns batch_size"),
+        ("batch_size,context_mean,step_ms\n", "the table has no rows"),
         (TABLE.replace("12.5", "soon"), 'step_ms is "soon", not a number from 1e-06 to 1e+07'),
         (TABLE.replace("12.5", "nan"), 'step_ms is "nan", not a number'),
         (TABLE.replace("4.0", "0"), 'batch_size is "0", not a number from 1'),
