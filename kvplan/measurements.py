@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from io import StringIO
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from kvplan.core.engine import StepWork
 from kvplan.errors import InputError, quoted, unreadable
+from kvplan.inputs import open_input
 from kvplan.throughput_log import ThroughputLine, read_throughput
 
 _LARGEST_FILE = 1 << 26
@@ -63,10 +63,13 @@ class Measurements(NamedTuple):
     left_out: Mapping[str, int] = {}
 
 
-def read_measurements(path: Path) -> Measurements:
-    """What a file of measured times holds. Raises `InputError` for one that is none of the known forms."""
-    text = _read(path)
-    name = str(path)
+def read_measurements(source: str) -> Measurements:
+    """What a file of measured times holds, or standard input for ``-``.
+
+    Raises `InputError` for one that is none of the known forms.
+    """
+    name = "standard input" if source == "-" else source
+    text = _read(source, name)
     head = text.lstrip()[:1]
     if head in ("{", "["):
         return _of_json(text, name)
@@ -85,15 +88,20 @@ def read_measurements(path: Path) -> Measurements:
     )
 
 
-def _read(path: Path) -> str:
+def _read(source: str, name: str) -> str:
     try:
-        with path.open("rb") as file:
+        with open_input(source) as file:
             raw = file.read(_LARGEST_FILE + 1)
     except OSError as error:
-        raise unreadable(error, what="the measurements", where=str(path)[:200]) from error
+        raise unreadable(
+            error,
+            what="the measurements",
+            where=name[:200],
+            hint="give a file that exists and can be read, or - for standard input",
+        ) from error
     if len(raw) > _LARGEST_FILE:
         raise InputError(
-            f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=str(path), hint="give a part of it"
+            f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=name, hint="give a part of it"
         )
     return raw.decode("utf-8-sig", "replace")
 

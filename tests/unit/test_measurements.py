@@ -16,10 +16,10 @@ from kvplan.throughput_log import ThroughputLine
 TABLE = "batch_size,context_mean,step_ms,model,gpu,tp,note\n4.0,100.5,12.5,llama-2-7b,h100-80gb,2,x\n"
 
 
-def written(folder: Path, text: str) -> Path:
+def written(folder: Path, text: str) -> str:
     path = folder / "data"
     path.write_text(text)
-    return path
+    return str(path)
 
 
 def test_a_table_gives_a_step_each_row(tmp_path: Path) -> None:
