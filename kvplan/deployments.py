@@ -7,7 +7,6 @@ that it names, is read.
 from __future__ import annotations
 
 import re
-import sys
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvplan.errors import InputError, unknown_name, unreadable
+from kvplan.inputs import open_input
 from kvplan.safe_yaml import Node, Place, decode, parse_documents
 from kvplan.shell import MAX_SCRIPT, Locate, Word, locate_lines, read_script, split_words
 from kvplan.vllm_command import VllmCommand, read_start, words_of_config
@@ -118,11 +118,8 @@ def read_deployment(source: str, *, ignored_flags: Sequence[str] = ()) -> VllmCo
 
 def _read(path: str) -> str:
     try:
-        if path == "-":
-            raw = sys.stdin.buffer.read(_MAX_BYTES + 1)
-        else:
-            with Path(path).open("rb") as stream:
-                raw = stream.read(_MAX_BYTES + 1)
+        with open_input(path) as stream:
+            raw = stream.read(_MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         raise unreadable(error, where=f"--from {path}") from error
     name = "standard input" if path == "-" else path

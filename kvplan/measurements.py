@@ -12,12 +12,12 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from io import StringIO
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 from kvplan.core.engine import StepWork
 from kvplan.errors import InputError, quoted, unreadable
+from kvplan.inputs import open_input
 from kvplan.throughput_log import ThroughputLine, read_throughput
 
 _LARGEST_FILE = 1 << 26
@@ -63,10 +63,13 @@ class Measurements(NamedTuple):
     left_out: Mapping[str, int] = {}
 
 
-def read_measurements(path: Path) -> Measurements:
-    """What a file of measured times holds. Raises `InputError` for one that is none of the known forms."""
-    text = _read(path)
-    name = str(path)
+def read_measurements(source: str) -> Measurements:
+    """What a file of measured times holds, or standard input for ``-``.
+
+    Raises `InputError` for one that is none of the known forms.
+    """
+    name = "standard input" if source == "-" else source
+    text = _read(source, name)
     head = text.lstrip()[:1]
     if head in ("{", "["):
         return _of_json(text, name)
@@ -85,15 +88,20 @@ def read_measurements(path: Path) -> Measurements:
     )
 
 
-def _read(path: Path) -> str:
+def _read(source: str, name: str) -> str:
     try:
-        with path.open("rb") as file:
+        with open_input(source) as file:
             raw = file.read(_LARGEST_FILE + 1)
     except OSError as error:
-        raise unreadable(error, what="the measurements", where=str(path)[:200]) from error
+        raise unreadable(
+            error,
+            what="the measurements",
+            where=name[:200],
+            hint="give a file that exists and can be read, or - for standard input",
+        ) from error
     if len(raw) > _LARGEST_FILE:
         raise InputError(
-            f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=str(path), hint="give a part of it"
+            f"the file is larger than {_LARGEST_FILE >> 20} MiB", where=name, hint="give a part of it"
         )
     return raw.decode("utf-8-sig", "replace")
 
@@ -118,19 +126,33 @@ def _of_table(text: str, name: str) -> Measurements:
     """
     reader = csv.DictReader(StringIO(text, newline=""))
     try:
-        lacking = [column for column in _NEEDED if column not in (reader.fieldnames or ())]
-        samples = () if lacking else tuple(_rows(reader, name))
+        _refuse_columns(list(reader.fieldnames or ()), f"{name}:1")
+        samples = tuple(_rows(reader, name))
     except csv.Error as error:
         raise InputError(
             f"the line is no row of a table: {error}", where=f"{name}:{reader.line_num}", hint="mend it"
         ) from None
-    if lacking:
-        raise InputError(
-            f"the table lacks the column {lacking[0]}",
-            where=f"{name}:1",
-            hint=f"its first line names the columns: {', '.join(_NEEDED)}",
-        )
+    if not samples:
+        raise InputError("the table has no rows", where=name, hint="add the steps that were measured")
     return Measurements("table of step times", name, samples)
+
+
+def _refuse_columns(columns: list[str], place: str) -> None:
+    """Refuse a header that lacks a column, or names one that is read twice."""
+    for column in _NEEDED:
+        if column not in columns:
+            raise InputError(
+                f"the table lacks the column {column}",
+                where=place,
+                hint=f"its first line names the columns: {', '.join(_NEEDED)}",
+            )
+    for column in (*_NEEDED, "prompt_tokens", *_OF_DEPLOYMENT):
+        if columns.count(column) > 1:
+            raise InputError(
+                f"the table has several columns {column}",
+                where=place,
+                hint="leave one of them, rename the others",
+            )
 
 
 def _rows(reader: csv.DictReader[str], name: str) -> Iterator[StepSample]:

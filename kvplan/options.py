@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from math import inf
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Generic, NamedTuple, Self, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -214,8 +215,11 @@ Options = TypeVar("Options", bound=ServingOptions)
 
 
 def settings_dict(settings: Settings) -> dict[str, object]:
-    """The ``config`` block of the JSON contract."""
-    return {name: {"value": s.value, "source": s.source} for name, s in sorted(settings.items())}
+    """The ``config`` block of the JSON contract; infinity, for which JSON has no number, is text as in a flag."""
+    return {
+        name: {"value": "inf" if s.value == inf else s.value, "source": s.source}
+        for name, s in sorted(settings.items())
+    }
 
 
 _POSITIVE = (
@@ -254,7 +258,7 @@ _MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
         "burstiness",
-        lambda shape: shape >= 1e-3,
+        lambda shape: 1e-3 <= shape <= 1e6 or shape == inf,  # what lies between is drawn without an end
         "write a number such as 1 (Poisson), 0.5 (bursts) or inf (even)",
     ),
     ("acceptance_rate", lambda share: 0 <= share <= 1, "write a share from 0 to 1"),
@@ -295,8 +299,10 @@ def check_options(options: ServingOptions) -> None:
                     where=flag(item.name),
                     hint=f"write a number from 1 to {most:,}",
                 )
-        elif item.name in _POSITIVE_TIMES and not 0 < value <= 1e9:
-            raise InputError(f"{value} is out of range", where=flag(item.name), hint="write a number above 0")
+        elif item.name in _POSITIVE_TIMES and not 1e-9 <= value <= 1e9:
+            raise InputError(
+                f"{value} is out of range", where=flag(item.name), hint="write a number from 1e-9 to 1e9"
+            )
     for name, is_sensible, hint in _RANGES:
         value = getattr(options, name, None)
         if value is not None and not is_sensible(value):

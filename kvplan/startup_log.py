@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from io import BufferedReader, RawIOBase, TextIOWrapper
-from pathlib import Path
 from typing import BinaryIO, NamedTuple, TextIO, cast
 
 from kvplan.errors import InputError, unreadable
+from kvplan.inputs import open_input
 from kvplan.log_lines import CONFIG_NAMES, LOADER, RULES, Engine, Rule, Unit, bracket
 from kvplan.options import ServingOptions
 from kvplan.python_repr import read_fields
@@ -156,7 +155,7 @@ def read_log_file(source: str) -> StartupLog:
     name = "standard input" if source == "-" else source
     try:
         with (
-            sys.stdin.buffer if source == "-" else Path(source).open("rb") as file,
+            open_input(source) as file,
             _text(file) as text,
         ):
             return read_log(_bounded_lines(text), name)

@@ -27,6 +27,7 @@ from kvplan.core.engine import GroupKind, GroupSpec, SchedulerConfig, StateMode,
 from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name, unreadable
+from kvplan.inputs import open_input
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
@@ -472,17 +473,10 @@ def _regular_size(file: BinaryIO) -> int | None:
 
 
 def _open(source: str) -> BinaryIO:
-    if source == "-":
-        if sys.stdin is None:  # closed by whoever started this
-            raise InputError(
-                "standard input is closed", where="-", hint="give a file, or open standard input"
-            )
-        return sys.stdin.buffer
-    path = Path(source)
     try:
-        if source in workload_names() and not path.exists():
-            path = resource("workloads") / f"{source}.jsonl"
-        return path.open("rb")
+        if source in workload_names() and not Path(source).exists():
+            return (resource("workloads") / f"{source}.jsonl").open("rb")
+        return open_input(source)
     except OSError as error:
         near = difflib.get_close_matches(source, workload_names(), n=1)
         names = ", ".join(workload_names())

@@ -1,5 +1,7 @@
 """Sets of values for percentiles: exact up to ten million, then by buckets with a known error.
 
+A whole number beyond 64 bits (of picoseconds: 107 days) makes buckets of its set too.
+
 Memory: 8 bytes for each value that came alone, 16 for each different one that came with a count, and a few
 thousand buckets beyond the limit.
 """
@@ -21,6 +23,8 @@ _BUCKET_GROWTH = 1.001
 _LOG_GROWTH = math.log(_BUCKET_GROWTH)
 #: How far a percentile taken from buckets may be from the exact one, as a share of it.
 SKETCH_ERROR = 0.0005
+#: The largest counted value that is kept exactly: there is a range up to it and an array of it.
+_LARGEST = (1 << 63) - 2
 #: Different counted values that a dictionary holds before they are packed.
 _LOOSE = 1 << 17
 #: Counts below this power of two stand in the low bits of a whole number, the value above them.
@@ -139,12 +143,19 @@ class Values:
         if self._buckets is not None:
             self._buckets.add(value, 1)
             return
-        self._values.append(value)
+        try:
+            self._values.append(value)
+        except OverflowError:
+            self._to_buckets().add(value, 1)
         if len(self._values) > self._limit:
-            self._buckets = _Buckets()
-            for one in self._values:
-                self._buckets.add(one, 1)
-            self._values = array(self._values.typecode)
+            self._to_buckets()
+
+    def _to_buckets(self) -> _Buckets:
+        self._buckets = buckets = _Buckets()
+        for value in self._values:
+            buckets.add(value, 1)
+        self._values = array(self._values.typecode)
+        return buckets
 
     def summary(self) -> Summary:
         """The set as it is now. O(n log n)."""
@@ -206,27 +217,25 @@ class Counts:
         values = sorted(self._loose)
         counts = array("q", map(self._loose.__getitem__, values))
         self._loose.clear()
-        self._pack(array("q", values), counts)
+        self._pack(values, counts)
 
     def _pack_ranges(self) -> None:
         ordered = sorted(self._ranges)
         self._ranges.clear()
-        values = array("q", [both >> _COUNT_BITS for both in ordered])
+        values = [both >> _COUNT_BITS for both in ordered]
         self._pack(values, array("q", [both & _COUNT_MASK for both in ordered]))
 
-    def _pack(self, values: array[int], counts: array[int]) -> None:
-        """Add values in order with their counts; beyond the limit turn all there is into buckets."""
+    def _pack(self, values: list[int], counts: array[int]) -> None:
+        """Add values in order with their counts; beyond the limits turn all there is into buckets."""
         if not values:
             return
         self._num_packed += sum(counts)
+        if self._buckets is None and self._num_packed <= self._limit and values[-1] <= _LARGEST:
+            self._packed.append((array("q", values), counts))
+            return
+        packed, self._packed = self._packed, []
         if self._buckets is None:
-            self._packed.append((values, counts))
-            if self._num_packed <= self._limit:
-                return
             self._buckets = _Buckets()
-            rest, self._packed = self._packed, []
-        else:
-            rest = [(values, counts)]
-        for some, of_each in rest:
+        for some, of_each in (*packed, (values, counts)):
             for value, count in zip(some, of_each, strict=True):
                 self._buckets.add(value, count)

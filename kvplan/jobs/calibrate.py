@@ -114,7 +114,7 @@ def calibrate(data: str | os.PathLike[str], **options: object) -> CalibrateResul
 def calibrate_with(data: str, options: CalibrateOptions) -> CalibrateResult:
     """`calibrate` with its options in one object."""
     check_options(options)
-    measured = read_measurements(Path(data))
+    measured = read_measurements(data)
     notes: list[str] = []
     if measured.lines:
         measured, options = _of_log(measured, options, notes)
@@ -154,7 +154,7 @@ def steps_against(
     data: str | os.PathLike[str], *, constants: StepConstants | None = None, **options: object
 ) -> StepError:
     """How far the steps of a table are from the estimate, with the shipped constants or with others."""
-    measured = read_measurements(Path(data))
+    measured = read_measurements(os.fspath(data))
     cases, _ = _by_case(measured.samples, CalibrateOptions.of(options))
     return _error(cases, constants or cases[0].model.constants)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import fmean
 from typing import Literal, NamedTuple
 
@@ -86,7 +85,7 @@ def run_audit(log: str, trace: str, options: SimulateOptions) -> RunAudit:
     Options that are given go before what the log says. Raises `InputError` for a log without throughput lines, and for
     wrong input.
     """
-    measured = read_measurements(Path(log))
+    measured = read_measurements(log)
     if not measured.lines:
         raise InputError(
             "the log has no throughput lines",

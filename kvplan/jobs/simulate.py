@@ -289,6 +289,11 @@ class Simulation:
         return self._plan.clock.slowdowns
 
     @property
+    def calibration_warnings(self) -> tuple[str, ...]:
+        """Why the calibration's step times are not used, or only carried over."""
+        return self._plan.clock.calibration_warnings
+
+    @property
     def engine_config(self) -> EngineConfig:
         """The settings of the engine."""
         return self._plan.config
@@ -529,7 +534,8 @@ def _plan(
         pool = _free_pool(resolver, engine)
     config = engine_config(engine, resolver, pool, scenario, warnings)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
-    clock = _clock(trace, resolver, machine, warnings, slowdown)
+    clock = _clock(trace, resolver, machine, slowdown)
+    warnings += clock.calibration_warnings
     resolver.note_rest()
     return _Plan(config, clock, resolver.settings, warnings, engine)
 
@@ -693,13 +699,13 @@ class _Clock(NamedTuple):
     model: dict[str, object]
     slowdowns: tuple[float, float] | None = None
     front_end: int = 0
+    calibration_warnings: tuple[str, ...] = ()
 
 
 def _clock(
     trace: TraceStream,
     resolver: Resolver[SimulateOptions],
     machine: _Machine | None,
-    warnings: list[str],
     slowdown: float | None,
 ) -> _Clock:
     """Prices in ticks, seconds of a tick, and the name of the model behind them."""
@@ -712,15 +718,18 @@ def _clock(
         ticks = 1 if trace.step_numbered else max(1, round(seconds * PICOSECONDS))
         model: dict[str, object] = {"name": "constant step time", "calibration": None, "measured_error": None}
         per_tick = seconds if trace.step_numbered else Fraction(1, PICOSECONDS)
-        return _Clock(constant(ticks), constant_decode(ticks), per_tick, model)
+        kept = machine.served.calibration if machine else None
+        unused: tuple[str, ...] = ()
+        if kept is not None and kept.step_times is not None:
+            unused = (f"calibration of {kept.source}: its step times are not used: --step-time is given",)
+        return _Clock(constant(ticks), constant_decode(ticks), per_tick, model, calibration_warnings=unused)
     if trace.step_numbered:
         unknown: dict[str, object] = {"name": None, "calibration": None, "measured_error": None}
         return _Clock(constant(1), constant_decode(1), None, unknown)
     assert machine is not None, "without a machine there is a step time"
+    calibrated, calibration_warnings = _calibrated(machine.served)
     cost, chosen = latency_model(
-        machine.served,
-        block_bytes=machine.pool.bytes_per_block or 0,
-        chosen=_calibrated(machine.served, warnings),
+        machine.served, block_bytes=machine.pool.bytes_per_block or 0, chosen=calibrated
     )
     if slowdown is not None:
         cost = cost.with_constants(cost.constants.slowed(slowdown))
@@ -736,20 +745,21 @@ def _clock(
     }
     slowdowns = None if error is None else error.slowdowns
     front_end = round(chosen.constants.api_s * PICOSECONDS)
-    return _Clock(price, cost.decode, Fraction(1, PICOSECONDS), model, slowdowns, front_end)
+    return _Clock(
+        price, cost.decode, Fraction(1, PICOSECONDS), model, slowdowns, front_end, calibration_warnings
+    )
 
 
-def _calibrated(served: Served, warnings: list[str]) -> ChosenConstants | None:
-    """The constants of the calibration, where there is one that holds."""
+def _calibrated(served: Served) -> tuple[ChosenConstants | None, tuple[str, ...]]:
+    """The constants of the calibration, where there is one that holds, and what is to be told of it."""
     kept = served.calibration
     if kept is None:
-        return None
+        return None, ()
     from kvplan.calibration import measured_steps  # only such runs need it
 
     gpu = served.gpu.name if served.gpu else None
     steps = measured_steps(kept, served.spec, gpu, served.deployment)
-    warnings += [f"calibration of {kept.source}: {reason}" for reason in steps.reasons]
-    return steps.chosen
+    return steps.chosen, tuple(f"calibration of {kept.source}: {reason}" for reason in steps.reasons)
 
 
 def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:

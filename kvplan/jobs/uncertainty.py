@@ -26,11 +26,15 @@ def known_slowdowns(simulation: Simulation) -> tuple[float, float]:
     """
     if simulation.slowdowns is None:
         simulation.trace.close()
-        raise InputError(
-            "the error of the step times is not known",
-            where="--uncertainty",
-            hint="give --calibration FILE, written by kvplan calibrate from measured steps",
+        what, hint = (
+            "the step times",
+            "give --calibration FILE, written by kvplan calibrate from measured steps",
         )
+        if simulation.options.step_time is not None:
+            what, hint = "a constant step time", "leave out --step-time"
+        elif simulation.calibration_warnings:
+            hint = f"give one that holds here: {'; '.join(simulation.calibration_warnings)}"
+        raise InputError(f"the error of {what} is not known", where="--uncertainty", hint=hint)
     return simulation.slowdowns
 
 

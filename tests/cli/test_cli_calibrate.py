@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,3 +126,25 @@ def test_a_run_beside_its_log(cli: Cli) -> None:
 def test_an_uncertain_run_reads_its_trace_again(cli: Cli) -> None:
     outcome = cli("simulate - --uncertainty")
     assert outcome.code == 2
+
+
+def test_standard_input(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(STEPS.encode())))
+    piped = cli(f"calibrate - {FLAGS} --json").document
+    assert piped == cli(f"calibrate steps.csv {FLAGS} --json").document
+
+
+def test_a_calibration_that_does_not_hold_is_named_where_its_error_is_needed(cli: Cli) -> None:
+    assert cli(f"calibrate steps.csv {FLAGS} -o c.yaml").code == 0
+    simulate = "simulate trace.jsonl --model qwen3-14b --max-model-len 2000 --calibration c.yaml"
+    outcome = cli(f"{simulate} --gpu l40s --uncertainty")
+    assert outcome.code == 2
+    assert "its step times are not used: GPU h100-80gb there, l40s here" in outcome.err
+    outcome = cli(f"{simulate} --gpu h100-80gb --step-time 0.01 --uncertainty")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "kvplan: error: the error of a constant step time is not known (--uncertainty)\nleave out --step-time\n",
+    )
+    outcome = cli(f"{simulate} --gpu h100-80gb --step-time 0.01")
+    assert outcome.code == 0
+    assert "its step times are not used: --step-time is given" in outcome.err

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -325,3 +326,16 @@ def test_json_errors_stand_alone_on_one_line(cli: Cli) -> None:
         "hint": "did you mean llama-2-13b or llama-3.2-3b or llama-3.2-1b? kvplan models lists all",
     }
     assert outcome.out.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["simulate -", "audit -", "size --from - --gpu l4", "calibrate - --model llama-3.1-8b --gpu l4"],
+)
+def test_a_closed_standard_input_is_an_error(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    outcome = cli(command)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert outcome.err == (
+        "kvplan: error: standard input is closed (-)\ngive a file, or open standard input\n"
+    )

@@ -26,6 +26,8 @@ DOCUMENTS = [
     SIMULATE,
     f"{SIMULATE} --slo-ttft 0.05 --slo-tpot 0.02",
     "simulate chat --limit 60 --num-gpu-blocks-override 2000",
+    "simulate chat --limit 5 --num-gpu-blocks-override 2000 --request-rate 4 --burstiness inf",
+    "simulate chat --limit 5 --num-gpu-blocks-override 2000 --step-time 1e9",
     "models",
     "models llama-2-13b",
     "gpus",

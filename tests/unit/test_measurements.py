@@ -16,10 +16,10 @@ from kvplan.throughput_log import ThroughputLine
 TABLE = "batch_size,context_mean,step_ms,model,gpu,tp,note\n4.0,100.5,12.5,llama-2-7b,h100-80gb,2,x\n"
 
 
-def written(folder: Path, text: str) -> Path:
+def written(folder: Path, text: str) -> str:
     path = folder / "data"
     path.write_text(text)
-    return path
+    return str(path)
 
 
 def test_a_table_gives_a_step_each_row(tmp_path: Path) -> None:
@@ -40,6 +40,8 @@ def test_a_row_may_compute_a_prompt_beside(tmp_path: Path) -> None:
     ("text", "message"),
     [
         ("batch_size,step_ms\n1,2\n", "the table lacks the column context_mean"),
+        ("batch_size,context_mean,step_ms,batch_size\n1,9,2,8\n", "the table has several columns batch_size"),
+        ("batch_size,context_mean,step_ms\n", "the table has no rows"),
         (TABLE.replace("12.5", "soon"), 'step_ms is "soon", not a number from 1e-06 to 1e+07'),
         (TABLE.replace("12.5", "nan"), 'step_ms is "nan", not a number'),
         (TABLE.replace("4.0", "0"), 'batch_size is "0", not a number from 1'),

@@ -147,3 +147,17 @@ def test_as_many_values_as_the_limit_are_exact() -> None:
     assert kept.summary().exact
     kept.add(4)
     assert not kept.summary().exact
+
+
+@pytest.mark.parametrize("largest", [2**63 - 2, 2**63, 10**30])
+def test_numbers_beyond_64_bits_are_kept_in_buckets(largest: int) -> None:
+    kept, counted, ranges = Values("q"), Counts(), Counts()
+    for value in (1000, largest, 2000):
+        kept.add(value)
+        counted.add(value)
+    ranges.add_all(range(1000, 3000, 1000), 1)
+    ranges.add_all(range(largest, largest + 1), 1)
+    for found in (kept.summary(), counted.summary(), ranges.summary()):
+        assert (found.count, found.total, found.largest) == (3, largest + 3000, largest)
+        assert found.exact == (largest < 2**63)
+        assert found.percentile(50) == pytest.approx(2000, rel=SKETCH_ERROR)

@@ -49,7 +49,7 @@ def test_without_it_there_is_no_range(tmp_path: Path) -> None:
 def test_a_run_whose_error_is_not_known_has_no_range() -> None:
     with pytest.raises(InputError) as caught:
         simulate("chat", uncertainty=True, step_time=0.02, limit=3)
-    assert str(caught.value) == "the error of the step times is not known (--uncertainty)"
+    assert str(caught.value) == "the error of a constant step time is not known (--uncertainty)"
 
 
 def test_a_percentile_of_errors_bounds_the_times() -> None:
