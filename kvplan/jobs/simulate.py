@@ -41,6 +41,7 @@ from kvplan.simulated_engines import (
     EngineConfig,
     EnginePath,
     Pool,
+    RunningEngine,
     check_engine_options,
     engine_config,
     has_fast_path,
@@ -342,16 +343,8 @@ class Simulation:
         path = path or ("plain" if watched or not has_fast_path(plan.config) else "fast")
         engine = make_engine(plan.config, path)
         rules = SIMULATED[plan.engine.name]
-        fullest: FullestStep | None = None
-        if map is not None:
-            if isinstance(plan.config, SchedulerConfig) and plan.config.groups != ONE_FULL_GROUP.specs:
-                raise InputError(
-                    "not yet supported: a map of a pool that several kinds of layers share",
-                    where="--map",
-                    hint="models whose layers keep all tokens can be drawn",
-                )
-            assert isinstance(engine, Pictured), "watched engines can be drawn"
-            fullest = FullestStep(engine, map.at_step)
+        fullest = None if map is None else _fullest_step(plan.config, engine, map)
+        if fullest is not None:
             turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
@@ -411,6 +404,18 @@ class Simulation:
         scale = self.seconds_per_tick
         time_s = None if scale is None else seconds(fullest.start, scale)
         return pool_map(picture, step=fullest.step, time_s=time_s, table_of=name)
+
+
+def _fullest_step(config: EngineConfig, engine: RunningEngine, wish: MapWish) -> FullestStep:
+    """What watches a run for the step to draw. Raises `InputError` for a pool that cannot be drawn."""
+    if isinstance(config, SchedulerConfig) and config.groups != ONE_FULL_GROUP.specs:
+        raise InputError(
+            "not yet supported: a map of a pool that several kinds of layers share",
+            where="--map",
+            hint="models whose layers keep all tokens can be drawn",
+        )
+    assert isinstance(engine, Pictured), "watched engines can be drawn"
+    return FullestStep(engine, wish.at_step)
 
 
 def _result(
@@ -708,10 +713,10 @@ def _clock(
     if step_time is None and machine is None and not trace.step_numbered:
         step_time = DEFAULT_STEP_TIME
     if step_time is not None:
-        seconds = _exact(resolver.choose("step_time", step_time, "default without a machine"))
-        ticks = 1 if trace.step_numbered else max(1, round(seconds * PICOSECONDS))
+        step_s = _exact(resolver.choose("step_time", step_time, "default without a machine"))
+        ticks = 1 if trace.step_numbered else max(1, round(step_s * PICOSECONDS))
         model: dict[str, object] = {"name": "constant step time", "calibration": None, "measured_error": None}
-        per_tick = seconds if trace.step_numbered else Fraction(1, PICOSECONDS)
+        per_tick = step_s if trace.step_numbered else Fraction(1, PICOSECONDS)
         return _Clock(constant(ticks), constant_decode(ticks), per_tick, model)
     if trace.step_numbered:
         unknown: dict[str, object] = {"name": None, "calibration": None, "measured_error": None}
