@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -47,18 +47,6 @@ class CaseResult:
     valid: bool
     error: str | None = None
     tolerance: dict[str, float] = field(default_factory=dict)
-
-    def to_dict(self) -> dict[str, object]:
-        """The row for JSON, in which what is infinite is ``null``."""
-        row: dict[str, object] = {**vars(self), "tolerance": _finite(self.tolerance)}
-        return _finite(row)
-
-
-def _finite(row: Mapping[str, object]) -> dict[str, object]:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
 
 
 class Solver(Protocol):
