@@ -15,7 +15,7 @@ from statistics import median
 
 from step_rows import StepRow, read_steps
 
-from kvplan.core.step_constants import DATASHEET
+from kvplan.core.step_constants import StepConstants
 
 
 def main() -> None:
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--datasheet", action="store_true", help="without shipped constants")
     arguments = parser.parse_args()
     rows = read_steps(arguments.file)
-    constants = DATASHEET if arguments.datasheet else None
+    constants = StepConstants() if arguments.datasheet else None
     errors = {id(row): row.predict(constants) / row.seconds - 1 for row in rows}
     print(f"{'':75} rows  median    p95  signed | not fitted: rows  median    p95")
     groups: dict[tuple[str, ...], list[StepRow]] = {}

@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import replace
 
 from kvplan.errors import KvplanError
+from kvplan.jobs.kernel_bench import case_row
 from kvplan.kernels.cases import CASES, Case, problem
 from kvplan.kernels.emulation.build import Sanitizer
 from kvplan.kernels.validate import CaseResult, Emulator, validate
@@ -161,7 +162,7 @@ def main() -> int:
     start = cpu_s()
     rows = validated(arguments.variants, Sanitizer(arguments.sanitizer))
     if arguments.json:
-        print(json.dumps([row.to_dict() for row in rows]))
+        print(json.dumps([case_row(row).to_dict() for row in rows]))
     else:
         print_summary(rows)
         print(f"{cpu_s() - start:.0f} CPU seconds, building included")

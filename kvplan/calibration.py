@@ -6,7 +6,7 @@ The memory that it printed when it started, the constants that its step times we
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO, get_args, get_type_hints
 
@@ -229,11 +229,7 @@ def measured_overhead(
     shift it by the difference of our estimates, in which what is not known cancels out. Lengths, utilization and the
     form of the KV cache do not matter: the engine profiles a batch, whatever they are.
     """
-    refused = [
-        f"{what} {theirs} there, {ours} here"
-        for what, theirs, ours in _identity(kept, spec, deployment)
-        if theirs is not None and theirs != ours
-    ]
+    refused = _differing(_identity(kept, spec, deployment))
     if kept.gpu_memory_bytes is not None and (kept.gpu is None or kept.gpu != gpu.name):
         names_differ = kept.gpu is not None and gpu.name != _UNNAMED
         apart = abs(kept.gpu_memory_bytes - gpu.memory_bytes)
@@ -271,34 +267,39 @@ def measured_steps(
     steps = kept.step_times
     if steps is None:
         return MeasuredSteps(None, ())
-    refused = [
-        f"{what} {theirs} there, {ours} here"
-        for what, theirs, ours in (("engine", kept.engine, deployment.engine), ("GPU", kept.gpu, gpu))
-        if theirs is not None and theirs != ours
-    ]
+    refused = _differing((("engine", kept.engine, deployment.engine), ("GPU", kept.gpu, gpu)))
     if refused:
         return MeasuredSteps(None, (f"its step times are not used: {'; '.join(refused)}",))
-    apart = [
-        f"{what} {theirs} there, {ours} here"
-        for what, theirs, ours in (
+    apart = _differing(
+        (
             ("version", kept.version, deployment.version),
             ("model", kept.model, spec.name),
             ("tensor_parallel_size", kept.tensor_parallel_size, deployment.tensor_parallel_size),
         )
-        if theirs is not None and theirs != ours
-    ]
-    told = f"its step times are carried over: {'; '.join(apart)}" if apart else None
-    return MeasuredSteps(steps.chosen(), (told,) if told else ())
+    )
+    told = (f"its step times are carried over: {'; '.join(apart)}",) if apart else ()
+    return MeasuredSteps(steps.chosen(), told)
 
 
 #: The GPU of a budget that only says how much memory there is.
 _UNNAMED = "gpu"
 
 
-def _identity(
-    kept: Calibration, spec: ModelSpec, deployment: Deployment
-) -> tuple[tuple[str, object, object], ...]:
-    """What must agree: a name, theirs (None: not known) and ours."""
+#: What is compared: a name, theirs (None: not known) and ours.
+_Pair = tuple[str, object, object]
+
+
+def _differing(pairs: Iterable[_Pair]) -> list[str]:
+    """What is known to differ, in words."""
+    return [
+        f"{what} {theirs} there, {ours} here"
+        for what, theirs, ours in pairs
+        if theirs is not None and theirs != ours
+    ]
+
+
+def _identity(kept: Calibration, spec: ModelSpec, deployment: Deployment) -> tuple[_Pair, ...]:
+    """What must agree for an overhead to hold."""
     version = None
     if kept.engine == "vllm" and kept.version is not None:
         version = nearest_rules(kept.version).version

@@ -2,7 +2,8 @@
 
     KvplanError            what is wrong, where, and what would mend it
     ├── InputError         wrong input or usage (exit code 2)
-    └── DoesNotFit         a true "no": the engine would not start (exit code 1)
+    ├── DoesNotFit         a true "no": the engine would not start (exit code 1)
+    └── of kvplan.kernels  what a kernel needs is missing (exit code 3), or a compiler refuses it (2)
 
 Any other exception is a bug in kvplan and keeps its traceback.
 """

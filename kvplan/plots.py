@@ -136,7 +136,10 @@ def draw_comparison(path: Path, bars: Sequence[Bar], axis: str) -> None:
 
 
 def draw_bandwidths(path: Path, results: Sequence[KernelResult]) -> None:
-    """Draw how near each timed kernel comes to the datasheet's bandwidth, over the bytes of keys and values."""
+    """Draw how near each timed kernel comes to the datasheet's bandwidth, over the bytes that it has to move.
+
+    Where no datasheet is known, to the rate of a plain copy.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")

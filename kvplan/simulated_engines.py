@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast
 
 from kvplan.cache_groups import ONE_FULL_GROUP, CacheGroups
 from kvplan.core.drafts import METHODS, Drafting
-from kvplan.core.engine import Policy, SchedulerConfig
+from kvplan.core.engine import Live, Policy, SchedulerConfig
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.request import Request
@@ -157,7 +157,7 @@ def engine_config(
 class RunningEngine(TurningEngine, Protocol):
     """An engine that can tell what it was at when it was interrupted."""
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    def live(self) -> Iterator[Live]:
         """Of every live request: id, tokens so far, prompt included, and the most of them that ever had KV."""
 
 

@@ -63,12 +63,17 @@ def read_throughput(lines: Iterable[str], name: str) -> tuple[ThroughputLine, ..
     """
     found = tuple(_throughput_lines(lines))
     if not found:
-        raise InputError(
-            "the log has no throughput lines",
-            where=name,
-            hint="vLLM prints them every 10 s (Avg prompt throughput: ...) unless --disable-log-stats is set",
-        )
+        raise no_throughput(name)
     return found
+
+
+def no_throughput(name: str) -> InputError:
+    """The error for a log without such lines."""
+    return InputError(
+        "the log has no throughput lines",
+        where=name,
+        hint="vLLM prints them every 10 s (Avg prompt throughput: ...) unless --disable-log-stats is set",
+    )
 
 
 def _throughput_lines(lines: Iterable[str]) -> Iterator[ThroughputLine]:

@@ -42,6 +42,8 @@ class Gpu(NamedTuple):
     ``memory_bytes`` is what the driver reports to a program, less than the ``marketed_gb`` (10^9
     bytes) on the box; ``memory_source`` says who reported it. ``flops_fp16`` and ``flops_fp8`` are the
     datasheet's dense tensor-core rates, without sparsity. ``interconnect_bytes_per_s`` counts both
+    directions together, as datasheets do. ``unverified`` names fields that no document was seen for.
+    ``kernels`` is what kernels reached on it; what was not measured is taken from the GPU ``kernels_like``.
     """
 
     name: str

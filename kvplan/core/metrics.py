@@ -429,6 +429,8 @@ class Metrics:
         self.block_size = block_size
         self._groups = () if cache is None else cache.groups
         self._cache = cache
+        #: The cache groups where a sequence's blocks do not simply follow from its length.
+        self._grouped = None if cache is None or cache.is_one_full_group else cache
         self._block_slots = block_size if cache is None else cache.block_slots
         self.prefix_caching = prefix_caching
         self.seconds_per_tick = seconds_per_tick
@@ -660,11 +662,7 @@ class Metrics:
             self._on_request(record)
 
     def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self.block_size) if len(self._groups) < 2 else self._several_groups_for(tokens)
-
-    def _several_groups_for(self, tokens: int) -> int:
-        assert self._cache is not None, "it says which groups there are"
-        return self._cache.blocks_for(tokens)
+        return -(-tokens // self.block_size) if self._grouped is None else self._grouped.blocks_for(tokens)
 
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
         for sequence in sampled:

@@ -74,10 +74,6 @@ def _inverse(name: str, value: float) -> float:
     return 1 / value if name.endswith("_share") else value
 
 
-#: What the datasheets promise: the first rung of the ladder.
-DATASHEET = StepConstants()
-
-
 class MeasuredError(NamedTuple):
     """How far off a set of constants was: shares of the measured time, over so many rows of some data.
 

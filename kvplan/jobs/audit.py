@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from typing import TypeVar
 
 from kvplan.calibration import Calibration
 from kvplan.catalogue import entry_names, read_catalogue
@@ -37,9 +38,21 @@ from kvplan.likely_causes import (
 )
 from kvplan.log_budget import GRAPHS, calibration_of, own_sum, pool_memory
 from kvplan.log_lines import Unit
-from kvplan.options import Options, ServingOptions, SizeOptions, check_options, flag, size_in_bytes
+from kvplan.options import (
+    CalibrateOptions,
+    Options,
+    ServingOptions,
+    SimulateOptions,
+    SizeOptions,
+    check_options,
+    flag,
+    size_in_bytes,
+)
 from kvplan.serving import find_gpu
 from kvplan.startup_log import Figure, StartupLog, read_log_file
+
+#: Options that name a model.
+NamingOptions = TypeVar("NamingOptions", CalibrateOptions, SimulateOptions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +118,8 @@ def audit_with(log: StartupLog, options: SizeOptions, model: str | None = None) 
     """`audit` of a log that is read already, with its options in one object."""
     check_options(options)
     notes = list(log.notes)
-    given = with_settings_of(log, options, notes)
-    name = model if model is not None else model_named_in(log, options, notes)
+    given = _with_settings_of(log, options, notes)
+    name = model if model is not None else _model_named_in(log, options, notes)
     case = sized = None
     lines: list[AuditLine] = []
     if name is not None:
@@ -138,7 +151,15 @@ def _gpu_memory(options: SizeOptions, case: Case | None) -> int | None:
     return size_in_bytes(options.gpu_memory, "gpu_memory")
 
 
-def with_settings_of(log: StartupLog, options: Options, notes: list[str]) -> Options:
+def as_logged(log: StartupLog, options: NamingOptions, notes: list[str]) -> NamingOptions:
+    """The options, filled up with what the log says of memory, engine and model; what is odd is added to ``notes``."""
+    filled = _with_settings_of(log, options, notes)
+    if filled.model is None:
+        filled.model = _model_named_in(log, filled, notes)
+    return filled
+
+
+def _with_settings_of(log: StartupLog, options: Options, notes: list[str]) -> Options:
     """The options, filled up with what the log says of memory and engine; what is odd is added to ``notes``."""
     filled = replace(options)
     for name, found in log.settings.items():
@@ -222,7 +243,7 @@ def _case(log: StartupLog, name: str, options: SizeOptions, notes: list[str]) ->
 _ESSENTIAL = frozenset({"tensor_parallel_size", "pipeline_parallel_size", "dtype", "max_model_len"})
 
 
-def model_named_in(log: StartupLog, options: ServingOptions, notes: list[str]) -> str | None:
+def _model_named_in(log: StartupLog, options: ServingOptions, notes: list[str]) -> str | None:
     """The model that the log names, as far as we can load it: by its name, its repository, or its folder's name."""
     served = log.own_settings.get("served_model_name")
     file = log.own_settings.get("file")

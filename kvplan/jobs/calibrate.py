@@ -15,7 +15,7 @@ from kvplan.core.robust_fit import fit_nonnegative
 from kvplan.core.step_constants import CONSTANT_NAMES, ConstantName, StepConstants
 from kvplan.core.tally import Values
 from kvplan.errors import InputError
-from kvplan.jobs.audit import model_named_in, with_settings_of
+from kvplan.jobs.audit import as_logged
 from kvplan.measurements import (
     KernelRates,
     Measurements,
@@ -168,9 +168,7 @@ def _of_log(
     """The decode steps between a log's lines, and the options with what the log says of its start."""
     log = start_of(measured)
     if log is not None:
-        options = with_settings_of(log, options, notes)
-        if options.model is None:
-            options.model = model_named_in(log, options, notes)
+        options = as_logged(log, options, notes)
     served = _case({}, options).served
     block_size = served.plan.pool.block_size
     samples, left_out = log_samples(measured.lines, _pool_tokens(log, served, notes), block_size)

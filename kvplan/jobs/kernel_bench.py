@@ -33,6 +33,8 @@ MOST_EMULATED_PAIRS = 20_000_000
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what is next
 
+#: Modes that an option of their own asks for.
+_MODES: dict[str, Mode] = {"validate_only": "validate", "compile_only": "compile", "emulate": "emulate"}
 #: Other names of dtypes.
 _DTYPES = {"float": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
@@ -67,18 +69,18 @@ class KernelBenchOptions:
     @property
     def mode(self) -> Mode:
         """What to do. Raises `InputError` where two things are asked for."""
-        asked = [name for name in ("validate_only", "compile_only", "emulate") if getattr(self, name)]
+        asked = [name for name in _MODES if getattr(self, name)]
         if len(asked) > 1:
-            flags = [f"--{name.replace('_', '-')}" for name in asked]
+            flags = [flag(name) for name in asked]
             raise InputError(
                 f"{' and '.join(flags)} exclude each other", where=flags[1], hint="give one of them"
             )
-        modes: dict[str, Mode] = {
-            "validate_only": "validate",
-            "compile_only": "compile",
-            "emulate": "emulate",
-        }
-        return modes[asked[0]] if asked else "time"
+        return _MODES[asked[0]] if asked else "time"
+
+    @property
+    def kernels(self) -> tuple[str, ...]:
+        """The kernels that are asked for, as they are named; all of them where none or ``all`` is."""
+        return KERNELS if not self.kernel or "all" in self.kernel else self.kernel
 
 
 class Spread(NamedTuple):
@@ -257,9 +259,7 @@ def _settings(options: KernelBenchOptions, shapes: Sequence[Shape]) -> Settings:
         source = f"model {options.model}" if of_model else "default"
         given = bool(getattr(options, name))
         found[name] = Setting(values, flag(name) if given else source, given or of_model)
-    kernels = [
-        name for name in KERNELS if not options.kernel or name in options.kernel or "all" in options.kernel
-    ]
+    kernels = [name for name in KERNELS if name in options.kernels]
     found["kernel"] = Setting(kernels, "--kernel" if options.kernel else "default", bool(options.kernel))
     tp = options.tensor_parallel_size
     found["tensor_parallel_size"] = Setting(tp, "default" if tp == 1 else "--tensor-parallel-size", tp > 1)
@@ -337,7 +337,7 @@ def _sound(shape: Shape) -> Shape:
         if not 1 <= getattr(shape, name) <= 10**8:
             raise InputError(
                 f"{getattr(shape, name)} is out of range",
-                where=f"--{name.replace('_', '-')}",
+                where=flag(name),
                 hint="write a number from 1 to 100,000,000",
             )
     if shape.heads % shape.kv_heads:
@@ -350,7 +350,7 @@ def _sound(shape: Shape) -> Shape:
         if getattr(shape, name) not in known:
             raise InputError(
                 f"no kernel has {name} {getattr(shape, name)}",
-                where=f"--{name.replace('_', '-')}",
+                where=flag(name),
                 hint=f"there are {', '.join(map(str, known))}",
             )
     return shape
@@ -478,8 +478,7 @@ def variants_of(
     from kvplan.kernels.variants import attention_variant
 
     pairs, skipped = [], []
-    named = KERNELS if not options.kernel or "all" in options.kernel else options.kernel
-    for shape, kernel in product(shapes, named):
+    for shape, kernel in product(shapes, options.kernels):
         try:
             variant = attention_variant(
                 kernel,

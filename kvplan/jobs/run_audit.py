@@ -10,13 +10,13 @@ from typing import Literal, NamedTuple
 from kvplan.core.course import Course, Moment
 from kvplan.core.request import PICOSECONDS
 from kvplan.errors import InputError
-from kvplan.jobs.audit import model_named_in, with_settings_of
+from kvplan.jobs.audit import as_logged
 from kvplan.jobs.calibrate import start_of
 from kvplan.jobs.simulate import SimulateResult, Simulation
 from kvplan.measurements import read_measurements
 from kvplan.options import SimulateOptions
 from kvplan.startup_log import StartupLog
-from kvplan.throughput_log import ThroughputLine
+from kvplan.throughput_log import ThroughputLine, no_throughput
 
 #: The trace may begin at any moment of the first interval: so many are tried.
 _TRIED_OFFSETS = 40
@@ -87,17 +87,11 @@ def run_audit(log: str, trace: str, options: SimulateOptions) -> RunAudit:
     """
     measured = read_measurements(log)
     if not measured.lines:
-        raise InputError(
-            "the log has no throughput lines",
-            where=measured.name,
-            hint="vLLM prints them every 10 s (Avg prompt throughput: ...) unless --disable-log-stats is set",
-        )
+        raise no_throughput(measured.name)
     notes: list[str] = []
     start = start_of(measured)
     if start is not None:
-        options = with_settings_of(start, options, notes)
-        if options.model is None:
-            options.model = model_named_in(start, options, notes)
+        options = as_logged(start, options, notes)
         options = _with_pool_of(start, options)
     simulation = Simulation(trace, options)
     if simulation.seconds_per_tick is None:

@@ -41,6 +41,7 @@ from kvplan.simulated_engines import (
     EngineConfig,
     EnginePath,
     Pool,
+    RunningEngine,
     check_engine_options,
     engine_config,
     has_fast_path,
@@ -301,13 +302,14 @@ class Simulation:
     @property
     def has_queue(self) -> bool:
         """Whether batches are planned before the output of the one before is processed."""
-        config = self._plan.config
-        return isinstance(config, SchedulerConfig) and config.queue_size > 1
+        scheduler = self._plan.scheduler
+        return scheduler is not None and scheduler.queue_size > 1
 
     @property
     def has_drafts(self) -> bool:
         """Whether tokens are drafted, so that a step may put out several."""
-        return isinstance(self._plan.config, SchedulerConfig) and self._plan.config.speculative is not None
+        scheduler = self._plan.scheduler
+        return scheduler is not None and scheduler.speculative is not None
 
     @property
     def usable_blocks(self) -> int:
@@ -347,22 +349,14 @@ class Simulation:
         path = path or ("plain" if watched or not has_fast_path(plan.config) else "fast")
         engine = make_engine(plan.config, path)
         rules = SIMULATED[plan.engine.name]
-        fullest: FullestStep | None = None
-        if map is not None:
-            if isinstance(plan.config, SchedulerConfig) and plan.config.groups != ONE_FULL_GROUP.specs:
-                raise InputError(
-                    "not yet supported: a map of a pool that several kinds of layers share",
-                    where="--map",
-                    hint="models whose layers keep all tokens can be drawn",
-                )
-            assert isinstance(engine, Pictured), "watched engines can be drawn"
-            fullest = FullestStep(engine, map.at_step)
+        fullest = None if map is None else _fullest_step(plan.scheduler, engine, map)
+        if fullest is not None:
             turns = [*turns, fullest]
         metrics = figures.Metrics(
             num_gpu_blocks=plan.config.num_gpu_blocks,
             usable_blocks=plan.config.usable_blocks,
             block_size=plan.config.block_size,
-            cache=plan.config if isinstance(plan.config, SchedulerConfig) else None,
+            cache=plan.scheduler,
             prefix_caching=plan.config.enable_prefix_caching,
             seconds_per_tick=plan.clock.seconds_per_tick,
             warmup=self._warmup,
@@ -418,6 +412,18 @@ class Simulation:
         return pool_map(picture, step=fullest.step, time_s=time_s, table_of=name)
 
 
+def _fullest_step(scheduler: SchedulerConfig | None, engine: RunningEngine, wish: MapWish) -> FullestStep:
+    """What watches a run for the step to draw. Raises `InputError` for a pool that cannot be drawn."""
+    if scheduler is not None and scheduler.groups != ONE_FULL_GROUP.specs:
+        raise InputError(
+            "not yet supported: a map of a pool that several kinds of layers share",
+            where="--map",
+            hint="models whose layers keep all tokens can be drawn",
+        )
+    assert isinstance(engine, Pictured), "watched engines can be drawn"
+    return FullestStep(engine, wish.at_step)
+
+
 def _result(
     trace: TraceStream,
     plan: _Plan,
@@ -427,7 +433,7 @@ def _result(
     status: str,
     reason: str | None,
 ) -> SimulateResult:
-    counts, rules = metrics.request_counts(), SIMULATED[plan.engine.name]
+    counts, rules, scheduler = metrics.request_counts(), SIMULATED[plan.engine.name], plan.scheduler
     return SimulateResult(
         config=plan.settings,
         simulation={
@@ -435,7 +441,7 @@ def _result(
             "engine_version": plan.engine.version,
             "scheduler_version": rules.version,
             "engine_path": path,
-            "async_scheduling": isinstance(plan.config, SchedulerConfig) and plan.config.async_scheduling,
+            "async_scheduling": scheduler is not None and scheduler.async_scheduling,
             "verified": rules.verified,
             "status": status,
             "reason": reason,
@@ -454,9 +460,7 @@ def _result(
         causes=metrics.preemption_causes(),
         latency=metrics.latency(plan.clock.model),
         goodput=metrics.goodput(),
-        drafts=metrics.draft_figures()
-        if isinstance(plan.config, SchedulerConfig) and plan.config.speculative
-        else None,
+        drafts=metrics.draft_figures() if scheduler is not None and scheduler.speculative else None,
         warnings=(
             *plan.warnings,
             *_request_warnings(counts, trace, plan.config),
@@ -510,6 +514,11 @@ class _Plan:
     settings: Settings
     warnings: list[str]
     engine: Engine
+
+    @property
+    def scheduler(self) -> SchedulerConfig | None:
+        """The engine's settings where they are vLLM's; the others have no batch queue, drafts or cache groups."""
+        return self.config if isinstance(self.config, SchedulerConfig) else None
 
 
 def _plan(
@@ -714,10 +723,10 @@ def _clock(
     if step_time is None and machine is None and not trace.step_numbered:
         step_time = DEFAULT_STEP_TIME
     if step_time is not None:
-        seconds = _exact(resolver.choose("step_time", step_time, "default without a machine"))
-        ticks = 1 if trace.step_numbered else max(1, round(seconds * PICOSECONDS))
+        step_s = _exact(resolver.choose("step_time", step_time, "default without a machine"))
+        ticks = 1 if trace.step_numbered else max(1, round(step_s * PICOSECONDS))
         model: dict[str, object] = {"name": "constant step time", "calibration": None, "measured_error": None}
-        per_tick = seconds if trace.step_numbered else Fraction(1, PICOSECONDS)
+        per_tick = step_s if trace.step_numbered else Fraction(1, PICOSECONDS)
         kept = machine.served.calibration if machine else None
         unused: tuple[str, ...] = ()
         if kept is not None and kept.step_times is not None:

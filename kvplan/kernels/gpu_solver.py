@@ -16,7 +16,7 @@ from kvplan.kernels.cases import OUTPUTS, Problem
 from kvplan.kernels.device import Device
 from kvplan.kernels.emulation.emulate import Launch, Order, Outcome
 from kvplan.kernels.launch import DeviceArray, allow_shared, launch, load_function
-from kvplan.kernels.variants import Variant, merge_variant
+from kvplan.kernels.variants import Variant, with_merges
 
 Array = NDArray[Any]
 _Functions = Mapping[str, Any]
@@ -37,12 +37,10 @@ class GpuSolver:
     """
 
     device: Device
-    seed: int = 0
 
     def build(self, variants: Sequence[Variant]) -> _Functions:
         """The variants and their merges, compiled for this GPU. Raises ``CudaMissing`` and ``CompilationFailed``."""
-        merges = [merge_variant(one) for one in variants if one.kernel in {"split", "mma"}]
-        return {one.name: load_function(one, self.device.arch) for one in dict.fromkeys([*variants, *merges])}
+        return {one.name: load_function(one, self.device.arch) for one in with_merges(variants)}
 
     def attend(self, program: _Functions, posed: Problem, *, order: Order) -> Outcome:
         """Solve a problem of attention; a GPU's threads have no ``order``."""

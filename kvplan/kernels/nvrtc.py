@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import Any
 
 from kvplan.errors import InputError, KvplanError
-from kvplan.kernels.variants import Variant
+from kvplan.kernels.variants import ARCHITECTURES, Variant
 
 
 class CudaMissing(KvplanError):
@@ -87,7 +87,7 @@ def compiler_version() -> tuple[int, int]:
 def architectures() -> tuple[int, ...]:
     """The architectures that the kernels are for and that this NVRTC knows; CUDA 13 dropped sm_70."""
     known = {int(one) for one in load_nvrtc().getSupportedArchs()}
-    return tuple(one for one in (70, 75, 80, 86, 89, 90, 100, 120) if one in known)
+    return tuple(one for one in ARCHITECTURES if one in known)
 
 
 def cache_folder() -> Path:
@@ -154,9 +154,10 @@ def _keep(path: Path, data: bytes) -> None:
     """Written beside its place and moved there, so that nobody ever reads half of it."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(data)
-        Path(file.name).replace(path)
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix="compiled-") as scratch:
+            made = Path(scratch) / path.name
+            made.write_bytes(data)
+            made.replace(path)
     except OSError as error:
         raise InputError(
             f"cannot keep a compiled kernel: {error.strerror or error}",

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvplan.errors import InputError
+from kvplan.kernels.params import WORK_ITEM_FIELDS
 
 Int32s = NDArray[np.int32]
 
@@ -96,18 +97,31 @@ def plan(
     heads = np.array(
         [(kv_head * group + first, count) for kv_head in range(num_kv_heads) for first, count in tiles]
     )
-    items = np.empty((len(requests), len(heads), 6), dtype=np.int64)
+    row = np.where(splits[requests] > 1, first_rows[requests] + number * num_heads, -1)
+    items = _work_items(requests, begin, end, row, heads)
+    split = np.flatnonzero(splits > 1)
+    merge = np.stack([split, first_rows[split], splits[split]], axis=1)
+    return WorkPlan(items, merge.astype(np.int32), int(first_rows[-1]), int(chunk))
+
+
+def _work_items(
+    requests: NDArray[np.int64],
+    begin: NDArray[np.int64],
+    end: NDArray[np.int64],
+    row: NDArray[np.int64],
+    heads: NDArray[np.int64],
+) -> Int32s:
+    """Each chunk for each tile of ``heads`` (first, number).
+
+    Of each chunk its request, where it begins and ends, and its first row of partial results, below 0 for none.
+    """
+    items = np.empty((len(requests), len(heads), len(WORK_ITEM_FIELDS)), dtype=np.int32)
     items[:, :, 0] = requests[:, None]
     items[:, :, 1:3] = heads
     items[:, :, 3] = begin[:, None]
     items[:, :, 4] = end[:, None]
-    row = first_rows[requests] + number * num_heads
-    items[:, :, 5] = np.where(splits[requests, None] > 1, row[:, None] + heads[:, 0], -1)
-    split = np.flatnonzero(splits > 1)
-    merge = np.stack([split, first_rows[split], splits[split]], axis=1)
-    return WorkPlan(
-        items.reshape(-1, 6).astype(np.int32), merge.astype(np.int32), int(first_rows[-1]), int(chunk)
-    )
+    items[:, :, 5] = np.where(row[:, None] < 0, -1, row[:, None] + heads[:, 0])
+    return items.reshape(-1, len(WORK_ITEM_FIELDS))
 
 
 def best_chunk(

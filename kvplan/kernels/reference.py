@@ -8,6 +8,7 @@ new one, whose query it is, included.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -131,8 +132,12 @@ def paged_attention(
         )
         for request, context in enumerate(context_lens)
     ]
-    names = ("output", "lse", "spread", "magnitude", "value_sums", "products", "largest_score")
-    return Expected(**{name: np.stack([getattr(part, name) for part in parts]) for name in names})
+    return stacked(parts)
+
+
+def stacked(parts: Sequence[Expected]) -> Expected:
+    """Results of single requests, or of parts of them, with a dimension of requests before the others."""
+    return Expected(**{name: np.stack([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,6 @@ class TimedBatch:
     output: DeviceArray
     tables: tuple[DeviceArray, ...]
     host_query: NDArray[Any] = field(repr=False)
-    host_tables: NDArray[np.int32] = field(repr=False)
 
     def attention(self, variant: Variant, *, chunk_tokens: int | None = None) -> list[Attention]:
         """A launch for each table, ready to run. Raises ``InputError`` where the variant is not for this GPU."""
@@ -67,11 +66,12 @@ class TimedBatch:
         ]
 
     def check(
-        self, variant: Variant, attention: Attention, table: int = 0, *, pairs: int = _CHECKED_PAIRS
+        self, variant: Variant, attention: Attention, *, pairs: int = _CHECKED_PAIRS
     ) -> tuple[Verdict, str | None]:
         """Compare heads of some requests with float64, and two runs with each other; what is wrong beside numbers.
 
-        About ``pairs`` products of a query head with a key are compared.
+        ``attention`` is the launch for the first table. About ``pairs`` products of a query head with a key are
+        compared.
         """
         first, second = (self._run(attention) for _ in range(2))
         error = None
@@ -79,7 +79,7 @@ class TimedBatch:
             error = "a number of the output is missing"
         elif first.tobytes() != second.tobytes():
             error = "two runs differ"
-        return self._compared(variant, first, table, pairs), error
+        return self._compared(variant, first, pairs), error
 
     def _run(self, attention: Attention) -> NDArray[Any]:
         self.output.fill(_nan(self.shape.dtype))
@@ -87,20 +87,17 @@ class TimedBatch:
         found: NDArray[Any] = self.output.get()
         return found
 
-    def _compared(self, variant: Variant, output: NDArray[Any], table: int, pairs: int) -> Verdict:
+    def _compared(self, variant: Variant, output: NDArray[Any], pairs: int) -> Verdict:
         shape, queries = self.shape, number_format(self.shape.dtype)
         scores = reference.Scores(float(np.float32(shape.head_dim**-0.5)), window=self.window)
         expected, found = [], []
         for request in _spread(shape.batch, _CHECKED_REQUESTS):
             for head in _spread(shape.heads, pairs // (_CHECKED_REQUESTS * shape.seq)):
                 query = queries.decoded(self.host_query[request, head])[None]
-                keys, values = self._rows(request, head // shape.group, table)
+                keys, values = self._rows(request, head // shape.group)
                 expected.append(reference.contiguous_attention(query, keys, values, scores))
                 found.append(queries.decoded(output[request, head])[None])
-        names = vars(expected[0])
-        all_expected = reference.Expected(
-            **{name: np.stack([getattr(e, name) for e in expected]) for name in names}
-        )
+        all_expected = reference.stacked(expected)
         allowed = reference.tolerance(
             all_expected,
             head_dim=shape.head_dim,
@@ -110,9 +107,9 @@ class TimedBatch:
         )
         return verdict(all_expected, allowed, np.stack(found))
 
-    def _rows(self, request: int, kv_head: int, table: int) -> list[NDArray[np.float64]]:
+    def _rows(self, request: int, kv_head: int) -> list[NDArray[np.float64]]:
         """Keys and values of a request's tokens for one head, copied back: ``[tokens, 1, head_dim]``."""
-        ids, stored = self.tables[table][request], number_format(self.shape.kv_cache_dtype)
+        ids, stored = self.tables[0][request], number_format(self.shape.kv_cache_dtype)
         return [
             stored.decoded(cache[:, :, kv_head][ids].get()).reshape(-1, 1, self.shape.head_dim)[
                 : self.shape.seq
@@ -128,7 +125,6 @@ def timed_batch(
     tables: int | None = None,
     window: int = 0,
     share: float = 1.0,
-    seed: int = 0,
 ) -> TimedBatch:
     """A batch with random queries, keys and values, and slots beyond the tokens that hold NaN.
 
@@ -144,7 +140,7 @@ def timed_batch(
     if room == 0:
         raise NoRoom(f"its cache takes {format_bytes(shape.pool_bytes)}, {format_bytes(free)} are free")
     count = min(wanted, room)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     num_blocks = count * shape.batch * shape.blocks
     ids = rng.permutation(num_blocks).astype(np.int32).reshape(count, shape.batch, shape.blocks)
     queries = number_format(shape.dtype)
@@ -165,7 +161,6 @@ def timed_batch(
         cupy.empty(query.shape, dtype=query.dtype),
         tuple(cupy.asarray(table) for table in ids),
         query,
-        ids,
     )
 
 

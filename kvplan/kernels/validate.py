@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
@@ -14,7 +14,7 @@ from kvplan.kernels.cache_cases import CacheProblem, copy_problem, reshape_probl
 from kvplan.kernels.cases import CASES, OUTPUTS, Case, Problem, Verdict, problem
 from kvplan.kernels.emulation.build import Sanitizer, Source, executable
 from kvplan.kernels.emulation.emulate import Order, Outcome, run
-from kvplan.kernels.variants import Variant, kernel_source, merge_variant
+from kvplan.kernels.variants import Variant, kernel_source, with_merges
 
 Progress = Callable[[int, int, str], None]  # done, of how many, what is next
 #: Variants in one program: half the time of building each alone, and not long without news.
@@ -48,25 +48,9 @@ class CaseResult:
     error: str | None = None
     tolerance: dict[str, float] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, object]:
-        """The row for JSON, in which what is infinite is ``null``."""
-        row: dict[str, object] = {**vars(self), "tolerance": _finite(self.tolerance)}
-        return _finite(row)
-
-
-def _finite(row: Mapping[str, object]) -> dict[str, object]:
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in row.items()
-    }
-
 
 class Solver(Protocol):
     """What runs the launches of problems: the emulator, or a GPU."""
-
-    @property
-    def seed(self) -> int:
-        """Of the problems' numbers."""
 
     def build(self, variants: Sequence[Variant], /) -> Any:
         """A program with the variants, and the merges that they need."""
@@ -88,12 +72,10 @@ class Emulator:
     source: str | None = None
     sanitizer: Sanitizer = Sanitizer.NONE
     defines: tuple[tuple[str, str], ...] = ()
-    seed: int = 0
 
     def build(self, variants: Sequence[Variant]) -> Path:
         """A program with the variants and the merges that they need."""
-        merges = [merge_variant(one) for one in variants if one.kernel in {"split", "mma"}]
-        needed = list(dict.fromkeys([*variants, *merges]))
+        needed = with_merges(variants)
         text = (self.source or kernel_source()) + "\n" + "".join(one.instance for one in needed)
         named = Source("paged_attention.cu", text, tuple(one.name for one in needed), self.defines)
         return executable([named], self.sanitizer)
@@ -103,9 +85,7 @@ class Emulator:
     ) -> Outcome:
         """Solve a problem of attention."""
         outputs = [name for name in OUTPUTS if name in posed.arrays]
-        return run(
-            program, posed.launches, posed.arrays, outputs, order=order, seed=self.seed, traffic=traffic
-        )
+        return run(program, posed.launches, posed.arrays, outputs, order=order, traffic=traffic)
 
     def write(self, program: Path, posed: CacheProblem, *, order: Order = Order.FORWARD) -> Outcome:
         """Solve a problem of writing the cache."""
@@ -113,7 +93,6 @@ class Emulator:
             *(program, [posed.launch], posed.arrays, list(posed.expected)),
             addresses=posed.addresses,
             order=order,
-            seed=self.seed,
         )
 
 
@@ -161,7 +140,7 @@ def _tasks(variant: Variant, cases: Sequence[Case]) -> list[_Task]:
 
 
 def _attended(variant: Variant, case: Case, solver: Solver, program: Any, order: Order) -> CaseResult:
-    posed = problem(variant, case, seed=solver.seed)
+    posed = problem(variant, case)
     outcome = solver.attend(program, posed, order=order)
     failed = Verdict(math.inf, math.inf, {}, valid=False)
     verdict = posed.judge(outcome.outputs) if outcome.error is None else failed
@@ -194,13 +173,13 @@ def _reshaped(
     program: Any,
     order: Order,
 ) -> CaseResult:
-    posed = reshape_problem(variant, layout=layout, block_size=block_size, scales=scales, seed=solver.seed)
+    posed = reshape_problem(variant, layout=layout, block_size=block_size, scales=scales)
     name = f"{layout}, blocks of {block_size}, scales: {scales}"
     return _written(posed, name, solver.write(program, posed, order=order), block_size)
 
 
 def _copied(variant: Variant, block_bytes: int, solver: Solver, program: Any, order: Order) -> CaseResult:
-    posed = copy_problem(variant, block_bytes=block_bytes, seed=solver.seed)
+    posed = copy_problem(variant, block_bytes=block_bytes)
     name = f"blocks of {block_bytes} bytes in all layers"
     return _written(posed, name, solver.write(program, posed, order=order), 0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -17,7 +18,7 @@ HEAD_DIMS = (64, 80, 96, 128, 192, 256)
 BLOCK_SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 DTYPES = ("float32", "float16", "bfloat16")
 #: Compute capability x 10 of what the kernels are compiled for; 70 by NVRTC 12 only.
-ARCHITECTURES = (75, 80, 86, 89, 90, 100, 120)
+ARCHITECTURES = (70, 75, 80, 86, 89, 90, 100, 120)
 
 _STORAGE = {"float32": "float", "float16": "Half", "bfloat16": "BFloat16", "fp8_e4m3": "E4m3"}
 _ATTENTION = ("naive", "split", "mma")
@@ -195,6 +196,13 @@ def _mma_lacks(head_dim: int, dtype: str, architecture: int) -> str | None:
 def merge_variant(variant: Variant) -> Variant:
     """What puts the partial results of a variant together."""
     return Variant("merge", variant.head_dim, variant.dtype)
+
+
+def with_merges(variants: Iterable[Variant]) -> tuple[Variant, ...]:
+    """The variants and the merges that split and mma need, each once."""
+    given = tuple(variants)
+    merges = (merge_variant(one) for one in given if one.kernel in {"split", "mma"})
+    return tuple(dict.fromkeys((*given, *merges)))
 
 
 def all_variants() -> tuple[Variant, ...]:

@@ -82,7 +82,8 @@ def draw_specs(rng: Random) -> tuple[GroupSpec, ...]:
 def draw_nested(rng: Random) -> tuple[SchedulerConfig, list[Request]]:
     """Prompts that begin alike and end anywhere, some with an answer that is still being generated; two windows.
 
-    What windows of unequal width still have of a prefix then differs, so that a hit takes several rounds to find.
+    What windows of unequal width still have of a prefix then differs, so that a hit takes several rounds to find. Some
+    requests are aborted.
     """
     smallest = rng.choice([1, 1, 2, 4])
     unequal = smallest < 4 and rng.random() < 0.5
@@ -113,7 +114,7 @@ def draw_nested(rng: Random) -> tuple[SchedulerConfig, list[Request]]:
         groups=tuple(groups),
         async_scheduling=rng.random() < 0.4,
     )
-    return config, requests
+    return config, draw_aborts(rng, requests) if rng.random() < 0.3 else requests
 
 
 class GroupPools:

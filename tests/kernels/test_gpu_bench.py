@@ -183,13 +183,14 @@ def test_tables_take_turns_over_blocks_of_their_own(gpu: Gpu) -> None:
     shape = Shape(2, 40, 4, 2, 64, 16, "bfloat16", "bfloat16")
     batch = timed_batch(shape, l2_cache_bytes=100_000)
     assert len(batch.tables) == 10  # 400,000 bytes, each table's tokens have 40,960
-    blocks = batch.host_tables.ravel()
+    tables = np.stack([table.get() for table in batch.tables])
+    blocks = tables.ravel()
     assert sorted(blocks) == list(range(2 * 3 * 10))
     assert list(blocks) != sorted(blocks)
     keys = batch.keys.get().reshape(len(blocks), -1)
     assert len(np.unique(keys, axis=0)) == len(blocks)
     nan = np.isnan((keys.astype(np.uint32) << 16).view(np.float32)).reshape(-1, 16, 2 * 64)
-    last = batch.host_tables[:, :, -1].ravel()
+    last = tables[:, :, -1].ravel()
     assert nan[last][:, 8:].all()
     assert nan.sum() == len(last) * 8 * 2 * 64
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import kvplan
-from kvplan.core.step_constants import DATASHEET, MEASURED_ERRORS
+from kvplan.core.step_constants import MEASURED_ERRORS, StepConstants
 
 
 @pytest.fixture
@@ -40,5 +40,5 @@ def test_the_shipped_errors_are_those_of_the_rows_that_nothing_was_fitted_to(row
 
 def test_constants_bring_clean_steps_from_a_quarter_off_to_a_hundredth(rows: list[Any]) -> None:
     clean = [row for row in rows if row.kind == "online_token_gap_no_prefill"]
-    assert median(abs(row.predict(DATASHEET) / row.seconds - 1) for row in clean) > 0.2
+    assert median(abs(row.predict(StepConstants()) / row.seconds - 1) for row in clean) > 0.2
     assert max(abs(row.predict() / row.seconds - 1) for row in clean) < 0.03

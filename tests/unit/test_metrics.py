@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import SchedulerConfig
+from kvplan.core.engine import GroupSpec, SchedulerConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.metrics import (
     BatchFigures,
@@ -450,3 +450,29 @@ def test_time_per_output_token_needs_two_tokens(tokens: int, value: float | None
         Request("a", 0, 1, tokens), first_token=10, last_token=40, finished=40, output_tokens=tokens
     )
     assert tpot_ticks(record) == value
+
+
+@pytest.mark.parametrize(
+    ("group", "most"),
+    [
+        (GroupSpec("sliding", 16, window=32), 7),  # 31 before, 64 in flight: 6 blocks, begun anywhere
+        (GroupSpec("state", 16), 1),
+        (GroupSpec("full", 16), 63),  # 999 tokens
+    ],
+)
+def test_a_request_holds_no_more_blocks_than_its_only_group_can(group: GroupSpec, most: int) -> None:
+    config = SchedulerConfig(
+        400, 16, 64, 4, 2048, enable_prefix_caching=group.kind != "state", groups=(group,)
+    )
+    records: list[RequestRecord] = []
+    metrics = Metrics(
+        num_gpu_blocks=400,
+        block_size=16,
+        cache=config,
+        prefix_caching=config.enable_prefix_caching,
+        seconds_per_tick=None,
+        on_request=records.append,
+    )
+    run([Request("r", 0, 800, 200)], VllmPlain(config), constant(1), metrics)
+    assert records[0].peak_blocks == most
+    assert metrics.kv_figures().peak_blocks <= most

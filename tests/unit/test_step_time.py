@@ -8,7 +8,6 @@ from kvplan.config import list_gpus, load_gpu, load_model
 from kvplan.core.engine import StepWork
 from kvplan.core.step_constants import (
     CONSTANT_NAMES,
-    DATASHEET,
     MEASURED_ERRORS,
     UNMEASURED,
     VLLM_GENERATIONS,
@@ -209,5 +208,5 @@ def test_coefficients_are_seconds_and_inverse_shares() -> None:
     found = constants.coefficients()
     assert (found["weights_bandwidth_share"], found["kernel_s"]) == (2.0, 3e-6)
     assert constants.with_coefficients(found) == constants
-    assert set(DATASHEET.coefficients().values()) == {0.0, 1.0}
+    assert set(StepConstants().coefficients().values()) == {0.0, 1.0}
     assert len(found) == len(CONSTANT_NAMES)

@@ -28,7 +28,7 @@ from typing import ClassVar, Literal, get_args
 
 from kvplan.core.buddy import BuddyAllocator, piece_size
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Turn
+from kvplan.core.engine import DecodeRun, Holding, Live, PoolPicture, Turn
 from kvplan.core.request import Request
 from kvplan.errors import DoesNotFit, InputError
 
@@ -140,7 +140,7 @@ class Contiguous:
         """Nothing can be: see `refusal`."""
         return "whoever runs finishes, and who can never be admitted is turned away"
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    def live(self) -> Iterator[Live]:
         """Of every request that is not done: id, tokens so far, prompt included, and those that have KV."""
         for member in (*self.running, *self.waiting):
             if member.decoding:

@@ -44,9 +44,6 @@ def kinds_of(config: SchedulerConfig) -> list[Kind]:
     alignment = lcm(*(block_size for _, block_size in members))
     kinds: list[Kind] = []
     for (window, block_size), numbers in sorted(members.items(), key=lambda item: item[0][0] > 0):
-        most = config.max_model_len
-        if window:
-            most = window - 1 + config.queue_size * config.max_num_batched_tokens
         kinds.append(
             Kind(
                 number=len(kinds),
@@ -55,7 +52,7 @@ def kinds_of(config: SchedulerConfig) -> list[Kind]:
                 groups=tuple(numbers),
                 run=-(-(window - 1) // block_size),
                 unit=alignment // block_size,
-                most=-(-min(most, config.max_model_len) // block_size) + (window > 0),
+                most=config.most_blocks(config.groups[numbers[0]], config.max_model_len),
             )
         )
     return kinds

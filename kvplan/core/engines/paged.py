@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Holding, PoolPicture, Preemption, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Holding, Live, PoolPicture, Preemption, Sequence, Turn
 from kvplan.core.paged_blocks import NO_HIT, BlockTable, Hit, Names, PagedMemory
 from kvplan.core.request import Request
 from kvplan.errors import InputError
@@ -169,7 +169,7 @@ class Paged:
         """Nothing can be: see `refusal`."""
         return "the head of the queue fits into the pool alone, and what needs more is turned away"
 
-    def live(self) -> Iterator[tuple[str, int, int]]:
+    def live(self) -> Iterator[Live]:
         """Of every live request: id, tokens so far, prompt included, and the most of a sample that ever had KV."""
         for group in (*self.running, *self.waiting):
             tokens = self._num_tokens(group)

@@ -90,11 +90,9 @@ class Traffic:
         """Bytes of all sectors of all requests to the arrays: what has to come from L1, L2 or memory."""
         return sum(r.sectors for r in self._of(arrays, store=store)) * _SECTOR_BYTES
 
-    def sector_efficiency(self, arrays: Sequence[str], *, store: bool = False) -> float:
-        """The share of the bytes of touched sectors that the requests wanted; 1.0 is fully coalesced."""
-        return sum(r.useful_bytes for r in self._of(arrays, store=store)) / self.requested_bytes(
-            arrays, store=store
-        )
+    def sector_efficiency(self, arrays: Sequence[str]) -> float:
+        """The share of the bytes of sectors that loads touched which they wanted; 1.0 is fully coalesced."""
+        return sum(r.useful_bytes for r in self._of(arrays, store=False)) / self.requested_bytes(arrays)
 
     def distinct(self, arrays: Sequence[str], *, store: bool = False) -> int:
         """Bytes of the sectors of the arrays that were touched at all, by any launch: what memory has to give."""
