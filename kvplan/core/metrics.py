@@ -548,27 +548,29 @@ class Metrics:
             tokens = used[0] * self._block_slots - run.empty_slots
             waste = run.empty_slots - run.reserved_slots
             self._over_time.note_run(run, start, end, times, ticks, used, tokens, waste)
-        if run.sampled:
-            self._fold_gaps(times.first, 0, 1)
-            self._fold_samples(run.sampled, start + times.first)
-            self._start_decoding(run.started_decoding)
-            self._fold_gaps(times.second, times.growth, steps - 1)
-        elif isinstance(ticks, range):
-            self._fold_gaps(times.first, times.growth, steps)
+        if not run.sampled and isinstance(ticks, range):
+            if self._decoding:
+                self._gaps.add_all(ticks, self._decoding)
         else:
-            self._fold_gaps(times.first, 0, 1)
-            self._fold_gaps(times.second, times.growth, steps - 1)
+            self._fold_gaps(run, start, times)
         if run.finished:
             self._fold_finished(run.finished, end)
 
-    def _fold_gaps(self, first: int, growth: int, steps: int) -> None:
-        """Note times between tokens of those who decode without being visited."""
-        if not self._decoding or not steps:
+    def _fold_gaps(self, run: DecodeRun[Any], start: int, times: RunTimes) -> None:
+        """Note times between tokens of those who decode in a run without being visited, and who joins them."""
+        first, second, growth = times
+        if self._decoding:
+            self._gaps.add(first, self._decoding)
+        if run.sampled:
+            self._fold_samples(run.sampled, start + first)
+            self._start_decoding(run.started_decoding)
+        more = run.steps - 1
+        if not more or not self._decoding:
             return
         if growth:
-            self._gaps.add_all(range(first, first + steps * growth, growth), self._decoding)
+            self._gaps.add_all(range(second, second + more * growth, growth), self._decoding)
         else:
-            self._gaps.add(first, steps * self._decoding)
+            self._gaps.add(second, more * self._decoding)
 
     def note_live(self, live: Iterable[Live]) -> None:
         """End the account with the requests that never finished.
