@@ -17,7 +17,7 @@ from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
 #: So many steps are noted before they are summed up.
-_SUMMED_AT_ONCE = 4096
+_SUMMED_AT_ONCE = 1 << 14
 
 
 @dataclass(slots=True)
@@ -217,6 +217,9 @@ class _OverTime:
         self.running_max = self.waiting_max = self.shared_max = 0
         self._used: list[int] = []
         self._ticks: list[int] = []
+        #: Of runs: blocks used in the first step, blocks taken in each, ticks of each.
+        self._runs: list[tuple[int, Seq[int], Seq[int]]] = []
+        self._run_steps = 0
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
         self._waited = self._in_holes = 0
@@ -226,7 +229,7 @@ class _OverTime:
         self.group_maxima: list[int] = []
         self._of_groups: list[tuple[int, int, Seq[int]]] = []
         # So many of the lists came up to the last finish.
-        self._sure_levels = self._sure_states = 0
+        self._sure_levels = self._sure_runs = self._sure_states = 0
 
     def note_wait(self, start: int, end: int, last_finish: int | None) -> None:
         """Add a request that waited from its arrival until a step was scheduled."""
@@ -267,19 +270,20 @@ class _OverTime:
         end: int,
         times: RunTimes,
         ticks: Seq[int],
-        used: list[int],
+        used: int,
         tokens: int,
         waste: int,
     ) -> None:
         """Add steps so many ``ticks`` long; of the first, as `note`; each adds a token for each decoder."""
         if start < self.opening:
-            for step, (level, length) in enumerate(zip(used, ticks, strict=True)):
+            levels = accumulate(run.takes[1:], initial=used)
+            for step, (level, length) in enumerate(zip(levels, ticks, strict=True)):
                 wasted = waste + sum(slots for offset, slots in run.waste_begun if 0 < offset <= step)
                 self.note(run, start, start + length, level, tokens + step * run.decoders, wasted)
                 start += length
             return
-        self._used += used
-        self._ticks += ticks
+        self._runs.append((used, run.takes, ticks))
+        self._run_steps += run.steps
         total = end - start
         token_ticks, waste_ticks = tokens * total, waste * total
         steps = run.steps
@@ -321,9 +325,10 @@ class _OverTime:
             self._note_groups(ticks, blocks)
         self._of_groups.clear()
         self._waited = self._in_holes = 0
+        self._sure_levels = len(self._used)
+        self._sure_runs = len(self._runs)
         self._sure_states = len(self._states)
-        self._sure_levels = levels = len(self._used)
-        if levels > _SUMMED_AT_ONCE:
+        if self._sure_levels + self._run_steps > _SUMMED_AT_ONCE:
             self.sum_up()
 
     def _note_groups(self, ticks: int, blocks: Seq[int]) -> None:
@@ -339,14 +344,17 @@ class _OverTime:
         ticks_at, levels = self.ticks_at, self._sure_levels
         for used, ticks in zip(self._used[:levels], self._ticks[:levels], strict=True):
             ticks_at[used] += ticks
-        del self._used[:levels], self._ticks[:levels]
-        self._sure_levels = 0
+        for first, takes, lengths in self._runs[: self._sure_runs]:
+            for used, ticks in zip(accumulate(takes[1:], initial=first), lengths, strict=True):
+                ticks_at[used] += ticks
+        del self._used[:levels], self._ticks[:levels], self._runs[: self._sure_runs]
+        self._sure_levels = self._sure_runs = self._run_steps = 0
         if self._sure_states:
-            lengths, running, waiting, shared, tokens, waste = zip(
+            durations, running, waiting, shared, tokens, waste = zip(
                 *self._states[: self._sure_states], strict=True
             )
-            self.running += sum(map(mul, running, lengths))
-            self.waiting += sum(map(mul, waiting, lengths))
+            self.running += sum(map(mul, running, durations))
+            self.waiting += sum(map(mul, waiting, durations))
             self.tokens += sum(tokens)
             self.waste += sum(waste)
             self.running_max = max(self.running_max, *running)
@@ -535,19 +543,18 @@ class Metrics:
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
-        used = [self.usable_blocks - run.free_blocks]
-        if steps > 1:
-            used = list(accumulate(run.takes[1:], initial=used[0]))
-        most = max(used) if run.levels else used[-1]
-        if most > self.peak_blocks:
-            self.peak_blocks = most
-        ticks = times.ticks(steps)
+        used, ticks = self.usable_blocks - run.free_blocks, times.ticks(steps)
         if run.levels:
-            self._over_time.note_levels(run, start, ticks, used, self._block_slots)
+            levels = list(accumulate(run.takes[1:], initial=used))
+            most = max(levels)
+            self._over_time.note_levels(run, start, ticks, levels, self._block_slots)
         else:
-            tokens = used[0] * self._block_slots - run.empty_slots
+            most = used + sum(run.takes) - run.takes[0]
+            tokens = used * self._block_slots - run.empty_slots
             waste = run.empty_slots - run.reserved_slots
             self._over_time.note_run(run, start, end, times, ticks, used, tokens, waste)
+        if most > self.peak_blocks:
+            self.peak_blocks = most
         if not run.sampled and isinstance(ticks, range):
             if self._decoding:
                 self._gaps.add_all(ticks, self._decoding)
