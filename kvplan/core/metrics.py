@@ -256,8 +256,9 @@ class _OverTime:
         if ticks > 0:
             self._used.append(used)
             self._ticks.append(ticks)
-            queues = (state.running, state.waiting, state.shared_blocks)
-            self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
+            self._states.append(
+                (ticks, state.running, state.waiting, state.shared_blocks, tokens * ticks, waste * ticks)
+            )
             if state.hole_slots:
                 self._in_holes += state.hole_slots * ticks
             if isinstance(state, Turn) and (state.group_blocks or state.behind_slots):
