@@ -1,6 +1,7 @@
 """CPU seconds and peak memory of whole simulations on one core: reading, engine, clock and metrics; start-up apart.
 
-The traces are drawn here, always the same. Each run has a process of its own.
+The traces are drawn here, always the same. Each is run synchronously and asynchronously, each time in a process of its
+own; the asynchronous row says how many times longer it took.
 
 Usage: python benchmarks/bench_simulate.py [--json] [--engine fast|plain] [--repeat N] [--long] [--trace FILE ...]
 """
@@ -19,6 +20,7 @@ from itertools import islice
 from multiprocessing import get_context
 from pathlib import Path
 from random import Random
+from typing import Any
 
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
@@ -107,7 +109,11 @@ LONG: list[tuple[str, Callable[[], Lines], int, dict[str, object]]] = [
 ]
 
 
-def measure(job: tuple[str, str, dict[str, object], str, int]) -> dict[str, object]:
+#: Name, trace, options, engine path and number of runs.
+Job = tuple[str, str, dict[str, object], str, int]
+
+
+def measure(job: Job) -> dict[str, object]:
     """Run a trace, ``repeat`` times, and give the quickest."""
     name, source, options, path, repeat = job
     turns = _count_turns()
@@ -123,6 +129,7 @@ def measure(job: tuple[str, str, dict[str, object], str, int]) -> dict[str, obje
     unit = 1 if sys.platform == "darwin" else 1024
     return {
         "run": name,
+        "async_scheduling": result.simulation["async_scheduling"],
         "cpu_s": quickest,
         "requests_per_s": result.requests.total / quickest,
         "turns_per_request": turns[0] / result.requests.total,
@@ -131,6 +138,27 @@ def measure(job: tuple[str, str, dict[str, object], str, int]) -> dict[str, obje
         "hit_rate": result.prefix_cache.hit_rate,
         "peak_rss_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
     }
+
+
+def measure_apart(job: Job, asynchronous: bool) -> dict[str, Any]:
+    """As `measure`, in a process of its own."""
+    name, source, options, path, repeat = job
+    job = (name, source, {**options, "async_scheduling": asynchronous}, path, repeat)
+    with get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, (job,))
+
+
+def line(row: dict[str, Any]) -> str:
+    """A row as it is printed."""
+    name = row["run"][-48:]
+    if row["async_scheduling"]:
+        name = f"  asynchronously: {row['times_synchronous']:.2f} times as long"
+    return (
+        f"{name:48} {row['cpu_s']:6.2f} s {row['requests_per_s']:8,.0f} requests/s"
+        f" {row['turns_per_request']:6.2f} turns/request {row['steps']:10,} steps"
+        f" {row['preemptions']:6,} preempted, hit {row['hit_rate'] or 0:4.0%},"
+        f" {row['peak_rss_bytes'] / 2**20:4.0f} MiB"
+    )
 
 
 def _count_turns() -> list[int]:
@@ -165,7 +193,7 @@ def main() -> None:
     if not arguments.json:
         print(f"Python {platform.python_version()}, {path} engine")
     with tempfile.TemporaryDirectory() as folder:
-        jobs = [(name, name, {}, path, repeat) for name in [*workload_names(), *arguments.trace]]
+        jobs: list[Job] = [(name, name, {}, path, repeat) for name in [*workload_names(), *arguments.trace]]
         for name, lines, count, options in [*RUNS, *(LONG if arguments.long else [])]:
             source = Path(folder, f"{lines.__name__}-{count}")
             if not source.exists():
@@ -173,17 +201,12 @@ def main() -> None:
                     file.writelines(f"{line}\n" for line in islice(lines(), count))
             jobs.append((name, str(source), options, path, 1 if count >= 1_000_000 else repeat))
         for job in jobs:
-            with get_context("spawn").Pool(1) as pool:
-                row = pool.apply(measure, (job,))
-            rows.append(row)
+            synchronous, asynchronous = (measure_apart(job, asynchronous) for asynchronous in (False, True))
+            asynchronous["times_synchronous"] = asynchronous["cpu_s"] / synchronous["cpu_s"]
+            rows += [synchronous, asynchronous]
             if not arguments.json:
-                print(
-                    f"{row['run'][-46:]:46} {row['cpu_s']:6.2f} s {row['requests_per_s']:8,.0f} requests/s"
-                    f" {row['turns_per_request']:6.2f} turns/request {row['steps']:10,} steps"
-                    f" {row['preemptions']:6,} preempted, hit {row['hit_rate'] or 0:4.0%},"
-                    f" {row['peak_rss_bytes'] / 2**20:4.0f} MiB",
-                    flush=True,
-                )
+                print(line(synchronous))
+                print(line(asynchronous), flush=True)
     if arguments.json:
         print(json.dumps({"python": platform.python_version(), "rows": rows}))
 

@@ -1,6 +1,6 @@
 """The kernels in emulation: every variant on every case, sanitizers, traffic and the emulator's speed. No GPU is used.
 
-Usage: python benchmarks/kernel_emulation.py [--variants default|all] [--sanitizer none|address|thread] [--json]
+Usage: python benchmarks/kernel_emulation.py [--variants default|all|options] [--sanitizer none|address|thread] [--json]
                                              [--traffic] [--speed]
 """
 
@@ -32,27 +32,27 @@ def cpu_s() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def with_options(variants: list[Variant]) -> list[Variant]:
-    """The variants, and those of attention again with each option and with both."""
-    more = [
+def chosen(which: str) -> list[Variant]:
+    """The default variants, all without options, or those of attention with each option and with both."""
+    if which != "options":
+        return [*(default_variants() if which == "default" else all_variants())]
+    return [
         replace(one, alibi=alibi, soft_cap=soft_cap)
         for alibi, soft_cap in ((True, False), (False, True), (True, True))
-        for one in variants
+        for one in all_variants()
         if one.kernel in ATTENTION and one.head_dim in {64, 80, 256}
     ]
-    return [*variants, *more]
 
 
 def validated(which: str, sanitizer: Sanitizer) -> list[CaseResult]:
     """The rows of all cases, with progress on standard error."""
-    variants = [*default_variants()] if which == "default" else with_options([*all_variants()])
     cases = [one for one in CASES if sanitizer is not Sanitizer.THREAD or one.name in FOR_THREADS]
 
     def tell(done: int, total: int, name: str) -> None:
         if done % 100 == 0 or done == total:
             print(f"\r{done} of {total} {name:60.60}", end="", file=sys.stderr, flush=True)
 
-    rows = list(validate(variants, cases, tell, solver=Emulator(sanitizer=sanitizer)))
+    rows = list(validate(chosen(which), cases, tell, solver=Emulator(sanitizer=sanitizer)))
     print(file=sys.stderr)
     return rows
 
@@ -77,27 +77,31 @@ def print_summary(rows: list[CaseResult]) -> None:
 
 
 def traffic() -> list[dict[str, object]]:
-    """What each kernel asks of K and V for 2 requests of 1,000 and 24 tokens, 8 query heads on 2 KV heads."""
+    """What each kernel asks of K and V for requests of 1,000 and 24 tokens and 2 KV heads."""
     rows = []
-    case = Case("traffic", (1000, 24), group=4, num_kv_heads=2)
-    for kernel, dtype, stored, head_dim in (
-        ("naive", "bfloat16", "auto", 128),
-        ("naive", "float32", "auto", 128),
-        ("split", "bfloat16", "auto", 128),
-        ("split", "bfloat16", "auto", 80),
-        ("split", "float32", "auto", 128),
-        ("mma", "bfloat16", "auto", 128),
-        ("mma", "bfloat16", "fp8", 128),
-        ("mma", "float16", "auto", 64),
+    for kernel, dtype, stored, head_dim, group in (
+        ("naive", "bfloat16", "auto", 128, 4),
+        ("naive", "float32", "auto", 128, 4),
+        ("naive", "float32", "auto", 128, 1),
+        ("split", "bfloat16", "auto", 128, 4),
+        ("split", "bfloat16", "auto", 80, 4),
+        ("split", "float32", "auto", 128, 1),
+        ("mma", "bfloat16", "auto", 128, 4),
+        ("mma", "bfloat16", "fp8", 128, 8),
+        ("mma", "float16", "auto", 64, 16),
+        ("mma", "bfloat16", "auto", 256, 16),
     ):
-        variant = attention_variant(kernel, head_dim=head_dim, group=4, dtype=dtype, kv_cache_dtype=stored)
-        emulator, posed = Emulator(), problem(variant, case)
+        variant = attention_variant(
+            kernel, head_dim=head_dim, group=group, dtype=dtype, kv_cache_dtype=stored
+        )
+        emulator, posed = Emulator(), problem(variant, Case("traffic", (1000, 24), group=group))
         log = emulator.attend(emulator.build([variant]), posed, traffic=True).traffic
         if log is None:
             raise RuntimeError(f"{variant.name} gave no traffic")
         rows.append(
             {
                 "variant": variant.name,
+                "group": group,
                 "kv_bytes": posed.live_bytes,
                 "sector_efficiency": log.sector_efficiency(KV),
                 "distinct_over_minimum": log.distinct(KV) / posed.live_bytes,
@@ -119,22 +123,32 @@ def speed(repeats: int = 3) -> list[dict[str, object]]:
     ):
         variant = attention_variant(kernel, head_dim=128, group=group, dtype=dtype)
         emulator, posed = Emulator(), problem(variant, Case("speed", (1024, 1024), group=group))
-        start = cpu_s()
-        program = emulator.build([variant])
-        built, least = cpu_s() - start, math.inf
+        program, least = emulator.build([variant]), math.inf
         for _ in range(repeats):
             start = cpu_s()
             emulator.attend(program, posed)
             least = min(least, cpu_s() - start)
         work = 2 * 1024 * 2 * group
-        rows.append({"variant": variant.name, "build_cpu_s": built, "key_heads_per_cpu_s": work / least})
+        rows.append({"variant": variant.name, "key_heads_per_cpu_s": work / least})
     return rows
+
+
+def as_table(rows: list[dict[str, object]]) -> str:
+    """The rows under their keys."""
+    lines = [
+        [*rows[0]],
+        *([f"{v:,.4g}" if isinstance(v, float) else f"{v}" for v in row.values()] for row in rows),
+    ]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(f"{text:{width}}" for text, width in zip(line, widths, strict=True)) for line in lines
+    )
 
 
 def main() -> int:
     """Do what is asked and print it."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--variants", choices=["default", "all"], default="default")
+    parser.add_argument("--variants", choices=["default", "all", "options"], default="default")
     parser.add_argument("--sanitizer", choices=[one.value for one in Sanitizer], default="none")
     parser.add_argument("--traffic", action="store_true")
     parser.add_argument("--speed", action="store_true")
@@ -142,16 +156,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if arguments.traffic or arguments.speed:
         found = traffic() if arguments.traffic else speed()
-        if arguments.json:
-            print(json.dumps(found))
-        else:
-            for line in found:
-                print(
-                    "  ".join(
-                        f"{key} {value:.4g}" if isinstance(value, float) else f"{value}"
-                        for key, value in line.items()
-                    )
-                )
+        print(json.dumps(found) if arguments.json else as_table(found))
         return 0
     start = cpu_s()
     rows = validated(arguments.variants, Sanitizer(arguments.sanitizer))

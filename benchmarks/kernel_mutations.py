@@ -49,7 +49,7 @@ class Mutation:
 MUTATIONS = (
     Mutation(
         "mma: tokens past the end take part",
-        "if (base + 8 * eight + 2 * q() + next >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();",
+        "if (token >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();",
         "",
         (MMA,),
     ),

@@ -8,7 +8,8 @@ one is simulated, with its share of the clients. Each client's first request, wh
 left out, as benchmarks do that warm up. Constants are those that are shipped; nothing is fitted to these rows.
 
 SGLang and TensorRT-LLM are simulated by vLLM's scheduler, since theirs are not held. Left out, and counted: other
-engines, disaggregated servers, rows without lengths or load, models and GPUs that are not known.
+engines, disaggregated servers, rows without lengths or load, models and GPUs that are not known, and models that the
+fast engine does not reach, since thousands of rows are to take minutes.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from kvplan.core.request import PICOSECONDS
 from kvplan.errors import KvplanError
 from kvplan.jobs.simulate import Simulation
 from kvplan.options import SimulateOptions
+from kvplan.simulated_engines import has_fast_path
 
 #: Requests of a run: enough for steady queues, few enough that thousands of runs take minutes.
 REQUESTS_A_CLIENT, FEWEST, MOST = 4, 64, 2000
@@ -220,7 +222,11 @@ def compare(row: Row) -> Outcome:
         path.write_text("".join(f"{line}\n" for line in lines_of(row)))
         records: list[RequestRecord] = []
         try:
-            Simulation(str(path), SimulateOptions.of(row.options)).run(on_request=records.append)
+            simulation = Simulation(str(path), SimulateOptions.of(row.options))
+            if not has_fast_path(simulation.engine_config):
+                simulation.trace.close()
+                return Outcome(row, (), f"{row.source}: served by the plain engine alone, step by step")
+            simulation.run(on_request=records.append)
         except KvplanError as error:
             return Outcome(row, (), f"{row.source}: {brief(str(error))}")
     records = [record for record in records if record.number >= row.num_left_out]

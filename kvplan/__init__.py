@@ -2,8 +2,8 @@
 
 `size` computes KV-cache bytes and blocks, `simulate` replays a trace through vLLM's scheduler and block
 pool, `compare` through several engines or settings, `check` holds figures against a file of expectations, `audit`
-against an engine's start-up log, `calibrate` fits times to what was measured, `explain` works an idea through. Nothing
-is loaded before it is used.
+against an engine's start-up log, `calibrate` fits times to what was measured, `explain` works an idea through,
+`kernel_bench` tries the attention kernels on a GPU. Nothing is loaded before it is used.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ __all__ = [
     "check",
     "compare",
     "explain",
+    "kernel_bench",
     "list_gpus",
     "list_models",
     "load_gpu",
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from kvplan.jobs.check import check
     from kvplan.jobs.compare import compare
     from kvplan.jobs.explain import explain
+    from kvplan.jobs.kernel_bench import kernel_bench
     from kvplan.jobs.simulate import simulate
     from kvplan.jobs.size import size
     from kvplan.trace import read_trace
@@ -50,6 +52,7 @@ _HOMES = {
     "check": "kvplan.jobs.check",
     "compare": "kvplan.jobs.compare",
     "explain": "kvplan.jobs.explain",
+    "kernel_bench": "kvplan.jobs.kernel_bench",
     "list_gpus": "kvplan.config",
     "list_models": "kvplan.config",
     "load_gpu": "kvplan.config",

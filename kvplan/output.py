@@ -186,7 +186,7 @@ class EventWriter:
             ("aborted", list(record.aborted)),
         ]
         if turn is not None:
-            closed = self._preemptions.fold(turn, record.step, record.start, record.end)
+            closed = self._preemptions.fold(turn, record.step, record.start, record.planned_end)
             lists += [
                 ("scheduled", [[s.id, tokens] for s, tokens in turn.scheduled]),
                 ("drafts", {s.id: tokens for s, tokens in turn.drafts.items()}),

@@ -17,6 +17,7 @@ from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
 from kvplan.core.request import Request
 from kvplan.core.simulate import Engine as TurningEngine
+from kvplan.core.vllm_rules import vllm_rules
 from kvplan.errors import InputError
 from kvplan.options import (
     CONTIGUOUS_ENGINES,
@@ -32,8 +33,6 @@ if TYPE_CHECKING:
     from kvplan.core.engines.contiguous import ContiguousConfig
     from kvplan.core.engines.paged import PagedConfig, PagedPolicy, PreemptionMode, Victim
 
-#: Whether simulated runs are asynchronous where nothing else is said.
-_ASYNC_BY_DEFAULT = False
 #: Methods that draft from the model's hidden states, and look one token past a block
 #: (vLLM 0.33, config/speculative.py ``use_eagle``).
 _HIDDEN_STATE_METHODS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
@@ -237,6 +236,8 @@ def _scheduler_config(
     chunked = resolver.choose("enable_chunked_prefill", True, default)
     threshold = resolver.choose("long_prefill_token_threshold", 0, default)
     policy = resolver.choose("scheduling_policy", "fcfs", default)
+    stages = resolver.choose("pipeline_parallel_size", 1, default)
+    drafting = _drafting(resolver, scenario)
     config = SchedulerConfig(
         num_gpu_blocks=pool.num_gpu_blocks,
         block_size=pool.block_size,
@@ -249,9 +250,11 @@ def _scheduler_config(
         policy=cast("Policy", policy),
         groups=pool.groups.specs if scenario is None or own_groups else scenario.groups,
         slots_a_block=pool.groups.slots_a_block if own_groups else None,
-        async_scheduling=resolver.choose("async_scheduling", _ASYNC_BY_DEFAULT, default),
-        pipeline_parallel_size=resolver.choose("pipeline_parallel_size", 1, default),
-        speculative=_drafting(resolver, scenario),
+        async_scheduling=resolver.choose(
+            "async_scheduling", _is_async_by_default(resolver, stages, drafting), default
+        ),
+        pipeline_parallel_size=stages,
+        speculative=drafting,
     )
     without_flag = (
         "watermark",
@@ -264,6 +267,16 @@ def _scheduler_config(
     for name in without_flag:
         resolver.note(name, getattr(config, name), "trace" if scenario else default)
     return config
+
+
+def _is_async_by_default(resolver: Resolver[SimulateOptions], stages: int, drafting: Drafting | None) -> bool:
+    """Whether this version of vLLM plans ahead unless told not to; stages need the second model runner for it.
+
+    That runner is every model's from 0.28 on as far as is known (vllm/config/vllm.py of 0.19 and 0.33).
+    """
+    rules = vllm_rules(parse_engine(resolver.options.engine).version)
+    method = None if drafting is None else drafting.method
+    return rules.async_scheduling(method) and (stages == 1 or rules.number >= (0, 28))
 
 
 def _drafting(resolver: Resolver[SimulateOptions], scenario: SchedulerConfig | None) -> Drafting | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from kvplan.config import load_gpu
 from kvplan.core.communication import Link
@@ -16,6 +15,7 @@ from kvplan.core.kv_cache import (
     CrossAttention,
     FullAttention,
     LatentAttention,
+    LayerCache,
     SlidingWindow,
     SparseIndexer,
     kv_heads_per_rank,
@@ -35,9 +35,6 @@ from kvplan.core.vllm_rules import vllm_rules
 from kvplan.core.weights import DTYPE_BYTES, RankPart, Ranks, Stage, ceil_div
 from kvplan.errors import InputError
 from kvplan.serving import Served
-
-if TYPE_CHECKING:
-    from kvplan.core.kv_cache import LayerCache
 
 #: Links between GPUs that are faster than this, both directions together, are switched ones: PCIe 5.0 has 128 GB/s.
 _FASTEST_BUS = 128 * 10**9

@@ -76,6 +76,7 @@ def among(modules: set[str], names: tuple[str, ...]) -> list[str]:
         ("size llama-2-13b", (*HEAVY, *SIMULATION, "rich.progress")),
         ("explain --json", (*HEAVY, "kvplan.core.engines", "kvplan.jobs.simulate", *SIZING[:-2], "rich")),
         ("explain prefix --json", (*HEAVY, "rich", "kvplan.drawing")),
+        ("kernel-bench --help", (*HEAVY, *SIMULATION, *SIZING, "kvplan.kernels", "rich")),
         (
             "simulate chat --limit 2 --json",
             (*HEAVY, *OTHER_ENGINES, "rich", "kvplan.jobs.check", "kvplan.junit", "kvplan.plots"),

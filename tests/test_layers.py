@@ -58,8 +58,6 @@ SCHEDULING = {
     "paged_blocks": 2,
     "extents": 2,
     "window_blocks": 2,
-    "pool": 3,
-    "grouped": 4,
     "engine": 5,
     "cohort": 6,
     "plain_pool": 6,
@@ -277,8 +275,8 @@ OUTER = {
     ],
     "kvplan.output": ["kvplan.errors"],
     "kvplan.timeline": ["kvplan.errors", "kvplan.output", "kvplan.plots"],
-    # The type of a point of the timeline, which `kvplan.output` hands over.
-    "kvplan.plots": ["kvplan.errors", "kvplan.output"],
+    # The types of a point of the timeline, which `kvplan.output` hands over, and of a row of `kernel-bench`.
+    "kvplan.plots": ["kvplan.errors", "kvplan.jobs.kernel_bench", "kvplan.output"],
     "kvplan.step_time": ["kvplan.config", "kvplan.errors", "kvplan.serving"],
     "kvplan.topics.parts": ["kvplan.options"],
     "kvplan.topics.example": [
@@ -290,6 +288,8 @@ OUTER = {
         "kvplan.topics.parts",
     ],
     "kvplan.cache_groups": ["kvplan.errors", "kvplan.serving"],
+    "kvplan.request_rate": ["kvplan.errors", "kvplan.options", "kvplan.trace"],
+    "kvplan.simulated_engines": ["kvplan.cache_groups", "kvplan.errors", "kvplan.options"],
     "kvplan.drawing": ["kvplan.topics.parts"],
     "kvplan.junit": ["kvplan.jobs.check", "kvplan.text"],
     "kvplan.report.tables": ["kvplan.options", "kvplan.text", "kvplan.units"],
@@ -326,6 +326,12 @@ OUTER = {
     ],
     "kvplan.report.check": ["kvplan.jobs.check", "kvplan.report.tables", "kvplan.text"],
     "kvplan.report.audit": ["kvplan.jobs.audit", "kvplan.report.tables", "kvplan.text", "kvplan.units"],
+    "kvplan.report.kernel_bench": [
+        "kvplan.jobs.kernel_bench",
+        "kvplan.report.tables",
+        "kvplan.text",
+        "kvplan.units",
+    ],
     "kvplan.report.calibrate": [
         "kvplan.jobs.calibrate",
         "kvplan.report.tables",
@@ -345,6 +351,19 @@ OUTER = {
 @pytest.mark.parametrize("name", OUTER)
 def test_a_module_outside_the_core_imports_what_it_is_allowed(name: str) -> None:
     assert {one for one in own(name) if not one.startswith("kvplan.core.")} <= set(OUTER[name])
+
+
+KERNELS = [name for name in SOURCES if name.startswith("kvplan.kernels.")]
+#: The one module of the kernels that knows the job: it fills in its result.
+KERNEL_JOB = "kvplan.kernels.gpu_bench"
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_the_kernels_know_nothing_of_jobs_and_reports(name: str) -> None:
+    allowed = {"kvplan.errors", "kvplan.config", "kvplan.units", "kvplan.core.gpu"}
+    if name == KERNEL_JOB:
+        allowed.add("kvplan.jobs.kernel_bench")
+    assert {one for one in own(name) if one not in KERNELS} <= allowed
 
 
 @pytest.mark.parametrize(

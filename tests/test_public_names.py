@@ -27,6 +27,7 @@ NAMES = [
     "check",
     "compare",
     "explain",
+    "kernel_bench",
     "list_gpus",
     "list_models",
     "load_gpu",

@@ -459,6 +459,15 @@ class Level(NamedTuple):
     group_blocks: Seq[int]
 
 
+class Levels(NamedTuple):
+    """The same after each of several steps, by column; ``group_blocks`` has one for each group if there are several."""
+
+    empty_slots: list[int]
+    reserved_slots: list[int]
+    behind_slots: list[int]
+    group_blocks: list[list[int]]
+
+
 @dataclass(slots=True)
 class DecodeRun(Generic[S]):
     """What an engine did in ``steps`` steps in each of which the same ``decoders`` took a token, and nobody another.
@@ -486,7 +495,7 @@ class DecodeRun(Generic[S]):
     finished: Seq[S] = ()
     free_blocks_end: int = 0
     hole_slots: int = 0
-    levels: Seq[Level] = ()
+    levels: Levels | None = None
     sampled: Seq[S] = ()
     started_decoding: Seq[S] = ()
 

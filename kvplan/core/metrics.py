@@ -11,7 +11,7 @@ from itertools import accumulate
 from operator import mul
 from typing import Any
 
-from kvplan.core.engine import DecodeRun, Live, RunTimes, SchedulerConfig, Sequence, Turn
+from kvplan.core.engine import DecodeRun, Levels, Live, RunTimes, SchedulerConfig, Sequence, Turn
 from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
@@ -223,11 +223,12 @@ class _OverTime:
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
         self._waited = self._in_holes = 0
-        #: With several groups or windows: slots behind a window times ticks; blocks of each group times ticks.
+        #: With several groups or windows: slots behind a window times ticks; blocks of each group times ticks. Both
+        #: for each note too, with the most blocks in it.
         self.behind = 0
         self.group_blocks: list[int] = []
         self.group_maxima: list[int] = []
-        self._of_groups: list[tuple[int, int, Seq[int]]] = []
+        self._of_groups: list[tuple[int, Seq[int], Seq[int]]] = []
         # So many of the lists came up to the last finish.
         self._sure_levels = self._sure_runs = self._sure_states = 0
 
@@ -262,7 +263,10 @@ class _OverTime:
             if state.hole_slots:
                 self._in_holes += state.hole_slots * ticks
             if isinstance(state, Turn) and (state.group_blocks or state.behind_slots):
-                self._of_groups.append((ticks, state.behind_slots, state.group_blocks))
+                blocks = state.group_blocks
+                self._of_groups.append(
+                    (state.behind_slots * ticks, [count * ticks for count in blocks], blocks)
+                )
 
     def note_run(
         self,
@@ -301,29 +305,44 @@ class _OverTime:
             self._in_holes += run.hole_slots * total
 
     def note_levels(
-        self, run: DecodeRun[Any], start: int, ticks: Seq[int], used: list[int], block_slots: int
+        self,
+        run: DecodeRun[Any],
+        levels: Levels,
+        start: int,
+        ticks: Seq[int],
+        used: list[int],
+        block_slots: int,
     ) -> None:
         """Add steps so many ``ticks`` long, each with its own slots, of ``block_slots`` in a block."""
-        queues = (run.running, run.waiting, run.shared_blocks)
-        for level, length, blocks in zip(run.levels, ticks, used, strict=True):
-            inside = start + length - max(start, self.opening)
-            start += length
-            if inside <= 0:
-                continue
-            self._used.append(blocks)
-            self._ticks.append(inside)
-            tokens = blocks * block_slots - level.empty_slots
-            waste = level.empty_slots - level.reserved_slots
-            self._states.append((inside, *queues, tokens * inside, waste * inside))
-            self._of_groups.append((inside, level.behind_slots, level.group_blocks))
+        if start < self.opening:
+            ends = accumulate(ticks, initial=start)
+            next(ends)
+            ticks = [max(0, min(length, end - self.opening)) for length, end in zip(ticks, ends, strict=True)]
+        total = sum(ticks)
+        if not total:
+            return
+        self._used += used
+        self._ticks += ticks
+        empty = sum(map(mul, levels.empty_slots, ticks))
+        tokens = block_slots * sum(map(mul, used, ticks)) - empty
+        waste = empty - sum(map(mul, levels.reserved_slots, ticks))
+        self._states.append((total, run.running, run.waiting, run.shared_blocks, tokens, waste))
+        inside = next(place for place, length in enumerate(ticks) if length)
+        self._of_groups.append(
+            (
+                sum(map(mul, levels.behind_slots, ticks)),
+                [sum(map(mul, blocks, ticks)) for blocks in levels.group_blocks],
+                [max(blocks[inside:]) for blocks in levels.group_blocks],
+            )
+        )
 
     def note_finish(self) -> None:
         """All so far lies in the window."""
         self.waiting += self._waited
         self.holes += self._in_holes
-        for ticks, behind, blocks in self._of_groups:
-            self.behind += behind * ticks
-            self._note_groups(ticks, blocks)
+        for behind, blocks, most in self._of_groups:
+            self.behind += behind
+            self._note_groups(blocks, most)
         self._of_groups.clear()
         self._waited = self._in_holes = 0
         self._sure_levels = len(self._used)
@@ -332,13 +351,14 @@ class _OverTime:
         if self._sure_levels + self._run_steps > _SUMMED_AT_ONCE:
             self.sum_up()
 
-    def _note_groups(self, ticks: int, blocks: Seq[int]) -> None:
+    def _note_groups(self, blocks: Seq[int], most: Seq[int]) -> None:
         missing = len(blocks) - len(self.group_blocks)
         self.group_blocks += [0] * missing
         self.group_maxima += [0] * missing
-        for number, count in enumerate(blocks):
-            self.group_blocks[number] += count * ticks
-            self.group_maxima[number] = max(self.group_maxima[number], count)
+        for number, block_ticks in enumerate(blocks):
+            self.group_blocks[number] += block_ticks
+            if most[number] > self.group_maxima[number]:
+                self.group_maxima[number] = most[number]
 
     def sum_up(self) -> None:
         """Sum up what lies in the window for sure."""
@@ -483,6 +503,7 @@ class Metrics:
         """Note that the client of a live request went away."""
         self.interrupt(row, tick)
         record = self._end_early(row)
+        self._preemptions.end(row[0])
         record.aborted = tick
         self._totals.aborted += 1
         self._tell(record)
@@ -548,7 +569,7 @@ class Metrics:
         if run.levels:
             levels = list(accumulate(run.takes[1:], initial=used))
             most = max(levels)
-            self._over_time.note_levels(run, start, ticks, levels, self._block_slots)
+            self._over_time.note_levels(run, run.levels, start, ticks, levels, self._block_slots)
         else:
             most = used + sum(run.takes) - run.takes[0]
             tokens = used * self._block_slots - run.empty_slots
@@ -678,6 +699,8 @@ class Metrics:
             record = self.records.pop(sequence.id)
             if record.decodes:
                 self._decoding -= record.measured
+            if record.preemptions:
+                self._preemptions.end(sequence.id)
             tokens = sequence.num_tokens
             record.finished = end
             record.output_tokens = tokens - record.request.input_tokens

@@ -50,6 +50,8 @@ class PreemptionLog:
     def __init__(self) -> None:
         #: Of victims that have not got back what they lost.
         self.open: dict[str, Case] = {}
+        # The first whose victims ended before that.
+        self._given_up: list[Case] = []
         self._worst: list[tuple[int, int, Case]] = []
         self._events = 0
         self._by_decodes = 0
@@ -94,10 +96,18 @@ class PreemptionLog:
             self.open[preemption.victim] = Case(step, start, preemption, turn.running)
         return closed
 
+    def end(self, victim: str) -> None:
+        """Note that a request ended: what it has not got back it never will."""
+        case = self.open.pop(victim, None)
+        if case is not None:
+            self._found_tokens += case.found_tokens
+            if len(self._given_up) < _WORST:
+                self._given_up.append(case)
+
     def causes(self, usable_blocks: int) -> PreemptionCauses:
-        """What all came to; of cases that are still open the time they cost is not known."""
+        """What all came to; where a victim never got back what it lost, the time that it cost is not known."""
         closed = [case for _, _, case in sorted(self._worst, key=lambda entry: entry[:2], reverse=True)]
-        cases = [*self.open.values(), *closed][:_WORST]
+        cases = [*self._given_up, *self.open.values(), *closed][:_WORST]
         mean = self._running / self._events if self._events else None
         return PreemptionCauses(
             by_decodes=self._by_decodes,

@@ -73,9 +73,9 @@ class StepRecord:
 
     ``turn`` is None where only refused or aborted requests came and no step ran; ``free_blocks`` is then what there was
     after an abort. ``start`` and ``end`` are ticks. A run of several steps counts from ``step`` and has its ``times``.
-    ``out`` is the step that planned the batch processed in this
-    one, None if none was; after it ``depth`` batches are left to be processed. ``aborted`` have their client gone
-    before or during the step, also where the engine learns of it later.
+    ``out`` is the step that planned the batch processed in this one (in a run: in its first), None if none was; after
+    it ``depth`` batches are left to be processed. A single step's own batch is computed at ``planned_end``.
+    ``aborted`` have their client gone before or during the step, also where the engine learns of it later.
     """
 
     step: int
@@ -88,6 +88,7 @@ class StepRecord:
     aborted: list[str] = field(default_factory=list)
     out: int | None = None
     depth: int = 0
+    planned_end: int = 0
     free_blocks: int | None = None
 
 
@@ -102,7 +103,7 @@ class Outcome:
 class _Device:
     """When batches run: each stage runs its batches in turn, each batch passes the stages in turn.
 
-    Holds the batches that are planned and not processed, as the step that planned each and the tick when it ends.
+    ``batches`` are those that are planned and not processed: the step that planned each and the tick when it ends.
     """
 
     def __init__(self, prices: Sequence[Price]) -> None:
@@ -287,9 +288,14 @@ class _Loop:
                 continue
             turn, times, out = self._take_turn(number, aborted)
             if self._observe is not None:
-                depth = len(self._device.batches)
+                device, end = self._device, self._now
+                planned_end = end if self._step_numbered else device.last_end
                 self._observe(
-                    StepRecord(number, now, self._now, turn, arrived, rejected, times, aborted, out, depth)
+                    StepRecord(
+                        *(number, now, end, turn, arrived, rejected, times, aborted, out),
+                        depth=len(device.batches),
+                        planned_end=planned_end,
+                    )
                 )
             if (
                 clients.upcoming is None

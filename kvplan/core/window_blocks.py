@@ -265,7 +265,7 @@ class WindowPool:
     def _grow(self, table: Table, chain: Chain, low: int, high: int) -> bool:
         """Add blocks to the last span of a table in place, if nobody else has it and no copy comes in between."""
         span, end = table[-1]
-        if span.chain is not chain or span.high != low or end != low or span.users != 1 or chain.overlap:
+        if span.chain is not chain or span.high != low or end != low or span.users != 1:
             return False
         if chain.spans[-1] is not span:
             return False

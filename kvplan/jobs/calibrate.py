@@ -6,7 +6,6 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import NamedTuple
 
 from kvplan.calibration import Calibration, StepTimes, load_calibration
@@ -14,6 +13,7 @@ from kvplan.config import load_model
 from kvplan.core.cost import LatencyModel
 from kvplan.core.robust_fit import fit_nonnegative
 from kvplan.core.step_constants import CONSTANT_NAMES, ConstantName, StepConstants
+from kvplan.core.tally import Values
 from kvplan.errors import InputError
 from kvplan.jobs.audit import model_named_in, with_settings_of
 from kvplan.measurements import (
@@ -358,26 +358,17 @@ def _least_coefficient(name: ConstantName) -> float:
 
 def _error(cases: Sequence[_Case], constants: StepConstants) -> StepError:
     """How far the estimates are off with these constants."""
-    ratios = [
-        sample.seconds / seconds
-        for case in cases
-        for model in [case.model.with_constants(constants)]
-        for sample in case.samples
-        for seconds in [sum(model.terms(sample.work).values())]
-    ]
-    errors = sorted(abs(1 / ratio - 1) for ratio in ratios)
-    ratios.sort()
+    errors, ratios = Values("d"), Values("d")
+    for case in cases:
+        model = case.model.with_constants(constants)
+        for sample in case.samples:
+            ratio = sample.seconds / sum(model.terms(sample.work).values())
+            ratios.add(ratio)
+            errors.add(abs(1 / ratio - 1))
+    off, spread = errors.summary(), ratios.summary()
     return StepError(
-        len(ratios), median(errors), _quantile(errors, 0.95), _quantile(ratios, 0.05), _quantile(ratios, 0.95)
+        off.count, off.percentile(50), off.percentile(95), spread.percentile(5), spread.percentile(95)
     )
-
-
-def _quantile(ordered: Sequence[float], share: float) -> float:
-    """Linear interpolation between order statistics."""
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
 # What comes out

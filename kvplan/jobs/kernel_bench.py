@@ -7,13 +7,14 @@ Without one ``compile`` has NVRTC compile them and says what they take, and ``em
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from kvplan.errors import InputError, unknown_name
 from kvplan.kernels.shape import Shape
+from kvplan.options import Setting, Settings, flag, settings_dict
 
 if TYPE_CHECKING:
     from kvplan.core.model import ModelSpec
@@ -30,9 +31,9 @@ RIVALS = ("flashinfer", "torch", "flash-attn", "vllm")
 #: Products of a query head with a key that the emulator works off in a minute or two (0.1 to 0.3 million a second).
 MOST_EMULATED_PAIRS = 20_000_000
 
-Progress = Callable[[int, int, str], None]
+Progress = Callable[[int, int, str], None]  # done, of how many, what is next
 
-
+#: Other names of dtypes.
 _DTYPES = {"float": "float32", "half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32"}
 
 
@@ -190,6 +191,7 @@ class KernelBenchResult:
     compiled: tuple[CompiledKernel, ...] = ()
     skipped: tuple[Skipped, ...] = ()
     step: StepTime | None = None
+    config: Settings = field(default_factory=dict)
     is_partial: bool = False
 
     @property
@@ -203,6 +205,7 @@ class KernelBenchResult:
         return {
             "mode": self.mode,
             "status": "interrupted" if self.is_partial else "done",
+            "config": settings_dict(self.config),
             "device": None if self.device is None else self.device.to_dict(),
             "results": [row.to_dict() for row in self.results],
             "validation": [row.to_dict() for row in self.validation],
@@ -233,15 +236,34 @@ def kernel_bench(*, progress: Progress | None = None, **options: object) -> Kern
 def kernel_bench_with(options: KernelBenchOptions, progress: Progress | None = None) -> KernelBenchResult:
     """The same with an options object."""
     _check(options)
-    mode = options.mode
-    shapes = shapes_of(options)
+    mode, shapes = options.mode, shapes_of(options)
     if mode == "compile":
-        return _compile(options, shapes, progress)
-    if mode == "emulate":
-        return _emulate(options, shapes, progress)
-    from kvplan.kernels.gpu_bench import bench_on_gpu
+        result = _compile(options, shapes, progress)
+    elif mode == "emulate":
+        result = _emulate(options, shapes, progress)
+    else:
+        from kvplan.kernels.gpu_bench import bench_on_gpu
 
-    return bench_on_gpu(options, shapes, progress)
+        result = bench_on_gpu(options, shapes, progress)
+    return replace(result, config=_settings(options, shapes))
+
+
+def _settings(options: KernelBenchOptions, shapes: Sequence[Shape]) -> Settings:
+    """What was tried, and where it came from."""
+    found: Settings = {}
+    for name in Shape._fields:
+        values = list(dict.fromkeys(getattr(shape, name) for shape in shapes))
+        of_model = options.model is not None and name in ("heads", "kv_heads", "head_dim")
+        source = f"model {options.model}" if of_model else "default"
+        given = bool(getattr(options, name))
+        found[name] = Setting(values, flag(name) if given else source, given or of_model)
+    kernels = [
+        name for name in KERNELS if not options.kernel or name in options.kernel or "all" in options.kernel
+    ]
+    found["kernel"] = Setting(kernels, "--kernel" if options.kernel else "default", bool(options.kernel))
+    tp = options.tensor_parallel_size
+    found["tensor_parallel_size"] = Setting(tp, "default" if tp == 1 else "--tensor-parallel-size", tp > 1)
+    return found
 
 
 def _check(options: KernelBenchOptions) -> None:
@@ -266,13 +288,10 @@ def _check_step(options: KernelBenchOptions) -> None:
         )
     for name in ("heads", "kv_heads", "head_dim", "against"):
         if getattr(options, name):
-            flag = f"--{name.replace('_', '-')}"
-            raise InputError(f"{flag} has no effect on a step", where=flag, hint="leave it out")
+            raise InputError(f"{flag(name)} has no effect on a step", where=flag(name), hint="leave it out")
     for name in ("batch", "seq", "block_size", "dtype", "kv_cache_dtype", "kernel"):
         if len(getattr(options, name)) > 1:
-            raise InputError(
-                "a step has one shape", where=f"--{name.replace('_', '-')}", hint="give one value"
-            )
+            raise InputError("a step has one shape", where=flag(name), hint="give one value")
 
 
 def shapes_of(options: KernelBenchOptions) -> tuple[Shape, ...]:
@@ -306,7 +325,8 @@ def _dtype(name: str, where: str) -> str:
         return "fp8_e4m3"
     known = _DTYPES.get(name, name)
     if known not in ("float32", "float16", "bfloat16"):
-        raise unknown_name("dtype", name, ("float32", "float16", "bfloat16", "fp8_e4m3", "auto"), where=where)
+        more = ("fp8_e4m3", "auto") if where == "--kv-cache-dtype" else ()
+        raise unknown_name("dtype", name, ("float32", "float16", "bfloat16", *more), where=where)
     return known
 
 

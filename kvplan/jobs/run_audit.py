@@ -22,7 +22,6 @@ from kvplan.throughput_log import ThroughputLine
 #: The trace may begin at any moment of the first interval: so many are tried.
 _TRIED_OFFSETS = 40
 
-
 Unit = Literal["share", "count", "tokens/s"]
 
 

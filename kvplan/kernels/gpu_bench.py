@@ -26,7 +26,7 @@ from kvplan.jobs.kernel_bench import (
 )
 from kvplan.kernels.cases import CASES, Case
 from kvplan.kernels.device import Device, find_device
-from kvplan.kernels.gpu_solver import GpuSolver
+from kvplan.kernels.gpu_solver import GpuSolver, cuda_errors
 from kvplan.kernels.rivals import RivalMissing, rival_calls
 from kvplan.kernels.shape import Shape
 from kvplan.kernels.timed_batch import NoRoom, TimedBatch, timed_batch
@@ -109,10 +109,7 @@ class _Bench:
         if batch is None:
             return
         for variant in variants:
-            try:
-                self.rows.append(self._variant_row(batch, variant, timer))
-            except InputError as error:  # such as scores of naive that do not fit shared memory
-                self.skipped.append(Skipped(f"{variant.kernel}, {shape}", error.what))
+            self._run_variant(batch, variant, timer)
         if timer is not None:
             for name in self.options.against:
                 self._run_rival(batch, name, timer)
@@ -137,9 +134,22 @@ class _Bench:
             self.skipped.append(Skipped(what, f"out of memory: {error}"))
         return None
 
+    def _run_variant(self, batch: TimedBatch, variant: Variant, timer: Timer | None) -> None:
+        import cupy
+
+        what = f"{variant.kernel}, {batch.shape}"
+        try:
+            self.rows.append(self._variant_row(batch, variant, timer))
+        except InputError as error:  # such as scores of naive that do not fit shared memory
+            self.skipped.append(Skipped(what, error.what))
+        except cupy.cuda.memory.OutOfMemoryError as error:  # room for partial results
+            self.skipped.append(Skipped(what, f"out of memory: {error}"))
+        except cuda_errors() as error:
+            self.rows.append(replace(_unknown(variant.kernel, variant.name, batch.shape), error=str(error)))
+
     def _variant_row(self, batch: TimedBatch, variant: Variant, timer: Timer | None) -> KernelResult:
         shape = batch.shape
-        row = KernelResult(variant.kernel, variant.name, "as asked", *shape, None, None, None, valid=False)
+        row = _unknown(variant.kernel, variant.name, shape)
         if variant.name in self.wrong:
             return replace(row, error=f"not run: wrong on {self.wrong[variant.name]}")
         launches = batch.attention(variant)
@@ -175,7 +185,7 @@ class _Bench:
             reason = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             self.skipped.append(Skipped(f"{name}, {shape}", reason[:300]))
         else:
-            row = KernelResult(name, rival.version, "as asked", *shape, None, None, None, valid=None)
+            row = replace(_unknown(name, rival.version, shape), valid=None)
             self.rows.append(self._timed(row, shape, seconds))
 
     def _timed(self, row: KernelResult, shape: Shape, seconds: Sequence[float]) -> KernelResult:
@@ -247,6 +257,11 @@ class _Bench:
             predicted_s=predicted_step_s(self.options, self.device.gpu),
             bytes_moved=sum(one.layers * one.bytes_moved for one in layers),
         )
+
+
+def _unknown(kernel: str, variant: str, shape: Shape) -> KernelResult:
+    """A row of which nothing is known yet."""
+    return KernelResult(kernel, variant, "as asked", *shape, None, None, None, valid=False)
 
 
 def spread_of(seconds: Sequence[float]) -> Spread:

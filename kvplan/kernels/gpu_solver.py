@@ -22,6 +22,13 @@ Array = NDArray[Any]
 _Functions = Mapping[str, Any]
 
 
+def cuda_errors() -> tuple[type[Exception], ...]:
+    """What CuPy raises where a launch or a copy failed; after some, such as a wild address, all that follow fail."""
+    import cupy
+
+    return cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError
+
+
 @dataclass(frozen=True)
 class GpuSolver:
     """Runs each problem twice, from the same arrays: a difference in a single bit is an error.
@@ -54,12 +61,11 @@ class GpuSolver:
         outputs: Sequence[str],
         addresses: Mapping[str, Sequence[str]],
     ) -> Outcome:
-        import cupy
-
-        failures = (InputError, cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError)
         try:
             first, second = (self._run(functions, launches, arrays, outputs, addresses) for _ in range(2))
-        except failures as error:
+        except InputError as error:
+            return Outcome(error=error.what)
+        except cuda_errors() as error:
             return Outcome(error=str(error))
         differing = [name for name in outputs if first[name].tobytes() != second[name].tobytes()]
         if differing:

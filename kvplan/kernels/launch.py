@@ -33,6 +33,7 @@ _SHARED_WITHOUT_ASKING = 48 * 1024
 #: CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES (cuda.h).
 _MOST_DYNAMIC_SHARED = 8
 _MOST_ROWS = 1 << 32
+_MOST_GRID_ROWS = 65535
 
 
 @dataclass(frozen=True)
@@ -81,6 +82,10 @@ class Attention:
             s % _VECTOR_BYTES for s in self.query.strides[:2]
         ):
             raise InputError("rows of the query must be contiguous and aligned to 16 bytes")
+        if requests > _MOST_GRID_ROWS:
+            raise InputError(
+                f"{requests} requests are too many for one launch", hint=f"at most {_MOST_GRID_ROWS}"
+            )
         self._longest = int(np.max(self.host_context_lens, initial=0))
         if self.block_table.shape[1] * block_size < self._longest:
             raise InputError(

@@ -56,7 +56,7 @@ class Compiled:
 def load_nvrtc() -> ModuleType:
     """``cupy.cuda.nvrtc``, found to work. Raises ``CudaMissing``."""
     try:
-        from cupy.cuda import nvrtc
+        from cupy.cuda import nvrtc, runtime
     except ImportError as error:
         raise CudaMissing(
             "cupy",
@@ -71,7 +71,7 @@ def load_nvrtc() -> ModuleType:
         raise CudaMissing(
             "nvrtc",
             "CuPy finds no NVRTC, the compiler of CUDA sources",
-            hint="pip install nvidia-cuda-nvrtc for cupy-cuda13x, nvidia-cuda-nvrtc-cu12 for cupy-cuda12x",
+            hint=f"pip install 'kvplan[cuda{runtime.runtimeGetVersion() // 1000}]'",
         ) from error
     module: ModuleType = nvrtc
     return module

@@ -1,7 +1,7 @@
 // Paged attention for decoding: one query token per request, keys and values in blocks.
 //
-// One source without any include, built as it stands by NVRTC, by nvcc and, with KV_EMULATED defined and a shim in front,
-// by a C++17 compiler. All kernels are templates; an `extern "C"` instance per variant is appended to this text
+// One source without any include, built as it stands by NVRTC, by nvcc and, with KV_EMULATED defined and a shim in
+// front, by a C++17 compiler. All kernels are templates; an `extern "C"` instance per variant is appended to this text
 // (kvplan/kernels/variants.py). Docs: docs/kernel.md.
 //
 //   naive_attention      one block of threads per (request, query head), scores in shared memory: the baseline
@@ -12,7 +12,7 @@
 //   copy_blocks          copy-on-write, all layers in one launch
 //
 // Every read of global memory is `ldg` or `ldg128`, every write `stg` or `stg128`. An instance is
-//   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const PagedAttentionParams p) { naive_attention<...>(p); }
+//   extern "C" __global__ void __launch_bounds__(THREADS) NAME(const PagedAttentionParams p) { KERNEL<...>(p); }
 // and is launched with THREADS threads and the bytes of shared memory that the kernel's comment says.
 
 // ---------------------------------------------------------------------------------------------------------------------
@@ -143,17 +143,14 @@ __device__ __forceinline__ void e4m3x4_to_half2x2(unsigned codes, unsigned halve
 #define KV_E4M3_CVT 0
 #endif
 
-// Bytes of a lane's loads under way from an e4m3 cache: more where the bandwidth asks for it and registers are left beside
-// the conversion, which for the longest rows they are not on sm_100 and sm_120.
-#if KV_E4M3_CVT && (defined(KV_EMULATED) || __CUDA_ARCH__ >= 900)
-#define KV_E4M3_LOADS(row_bytes) ((row_bytes) >= 256 && KV_NEWER_THAN_SM_90 ? 128 : 256)
+// Bytes of a lane's loads under way from an e4m3 cache, and of those with rows of 256 bytes or more: more where
+// bandwidth asks for it and registers are left beside the conversion.
+#if !KV_E4M3_CVT || (!defined(KV_EMULATED) && __CUDA_ARCH__ < 900)
+constexpr int E4M3_LOADS = 128, LONG_E4M3_LOADS = 128;
+#elif !defined(KV_EMULATED) && __CUDA_ARCH__ >= 1000
+constexpr int E4M3_LOADS = 256, LONG_E4M3_LOADS = 128;
 #else
-#define KV_E4M3_LOADS(row_bytes) 128
-#endif
-#if !defined(KV_EMULATED) && __CUDA_ARCH__ >= 1000
-#define KV_NEWER_THAN_SM_90 1
-#else
-#define KV_NEWER_THAN_SM_90 0
+constexpr int E4M3_LOADS = 256, LONG_E4M3_LOADS = 256;
 #endif
 
 struct Half {
@@ -210,9 +207,9 @@ __device__ __forceinline__ unsigned pack_bfloat16(float low, float high) {
 }
 #endif
 
-// e4m3 to fp16, four at a time. With the instruction (sm_89 and newer) the pairs are (0, 1) and (2, 3) and the values are
-// exact; by shifting bits (everywhere) the pairs are (0, 2) and (1, 3), values are 256 times too small, since fp16's
-// exponent bias is larger by 8, and the NaN code reads as 480.
+// e4m3 to fp16, four at a time. With the instruction (sm_89 and newer) the pairs are (0, 1) and (2, 3) and the values
+// are exact; by shifting bits (everywhere) the pairs are (0, 2) and (1, 3), values are 256 times too small, since
+// fp16's exponent bias is larger by 8, and the NaN code reads as 480.
 #if KV_E4M3_CVT
 #ifdef KV_EMULATED
 __device__ __forceinline__ unsigned short e4m3_to_half(unsigned code) {
@@ -382,9 +379,9 @@ struct Scoring {
 
     // The score over a reference. `distance` is token + 1 - context: 0 for the newest token, which ALiBi leaves alone.
     __device__ __forceinline__ float operator()(float product, int distance, float slope, float reference) const {
-        if (O::SOFT_CAP) return fmaf(cap, tanhf(product * scale), (O::ALIBI ? slope * (float)distance : 0.0f) - reference);
-        if (O::ALIBI) return fmaf(product, scale, slope * (float)distance) - reference;
-        return fmaf(product, scale, -reference);
+        const float shift = O::ALIBI ? slope * (float)distance - reference : -reference;
+        if (O::SOFT_CAP) return fmaf(cap, tanhf(product * scale), shift);
+        return fmaf(product, scale, shift);
     }
 };
 
@@ -392,8 +389,8 @@ __device__ __forceinline__ float value_scale_of(const PagedAttentionParams& p, i
     return p.value_scale == nullptr ? 1.0f : ldg(p.value_scale + (long long)kv_head * p.scale_stride);
 }
 
-// Whether the ids that lead to tokens begin <= t < end are blocks of the cache. A warp asks for itself and agrees. Where one
-// is not, nothing is read and the result is NaN: a stale table shows.
+// Whether the ids that lead to tokens begin <= t < end are blocks of the cache. A warp asks for itself and agrees.
+// Where one is not, nothing is read and the result is NaN: a stale table shows.
 __device__ __forceinline__ bool blocks_exist(const PagedAttentionParams& p, int request, int begin, int end) {
     const int* table = p.block_table + (long long)request * p.block_table_stride;
     bool exist = true;
@@ -424,9 +421,9 @@ __device__ __forceinline__ float natural_lse(float maximum, float sum) {
 // ---------------------------------------------------------------------------------------------------------------------
 // naive: a block of threads for each (query head, request) = (blockIdx.x, blockIdx.y).
 //
-// Each thread walks its own keys element by element, so that a warp touches 32 rows for 32 elements; each KV head is read
-// once for every query head; batch x heads blocks are all there is to run. It is here to be compared with.
-// Shared memory: THREADS floats, then one for each token.
+// Each thread walks its own keys element by element, so that a warp touches 32 rows for 32 elements; each KV head is
+// read once for every query head; batch x heads blocks are all there is to run. It is here to be compared with. Shared
+// memory: THREADS floats, then one for each token.
 // ---------------------------------------------------------------------------------------------------------------------
 
 template <bool MAXIMUM>
@@ -589,8 +586,8 @@ __device__ __forceinline__ void write_results(
 // ---------------------------------------------------------------------------------------------------------------------
 // split: CUDA cores, a block of threads for each work item.
 //
-// LANES lanes hold one key, 16 bytes each (twice where a row is longer than 512 bytes); a warp takes KEYS x UNROLL tokens at
-// once and has all their loads in flight. Each group of lanes keeps its own running maximum, sum and output.
+// LANES lanes hold one key, 16 bytes each (twice where a row is longer than 512 bytes); a warp takes KEYS x UNROLL
+// tokens at once and has all their loads in flight. Each group of lanes keeps its own running maximum, sum and output.
 // Shared memory: BlockResults<HEAD_DIM, HEADS, WARPS>.
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -652,7 +649,9 @@ struct Split {
             KV_UNROLL for (int h = 0; h < HEADS; h++) {
                 float product = 0.0f;
                 KV_UNROLL for (int e = 0; e < WIDTH; e++) product = fmaf(query[h][e], key[e], product);
-                KV_UNROLL for (int step = LANES / 2; step > 0; step /= 2) product += __shfl_xor_sync(ALL_LANES, product, step);
+                KV_UNROLL for (int step = LANES / 2; step > 0; step /= 2) {
+                    product += __shfl_xor_sync(ALL_LANES, product, step);
+                }
                 scores[u][h] = valid[u] ? scoring(product, distance[u], slope[h], 0.0f) : minus_infinity();
             }
         }
@@ -743,15 +742,15 @@ __device__ __forceinline__ void split_attention(const PagedAttentionParams& p) {
 // ---------------------------------------------------------------------------------------------------------------------
 // mma: tensor cores, a block of threads for each work item; fp16, bf16 and e4m3 caches, sm_80 and newer.
 //
-// Sums over head_dim and over keys may be taken in any order, so the order is chosen in which the contiguous bytes that a
-// lane loads are its fragment: no shared memory and no exchange in the loop. With g = lane / 4 and q = lane % 4:
-//   scores = Q x K   16 heads are the rows, 8 tokens the columns. A lane loads 16 bytes of a token's key, token g of the 8,
+// Sums over head_dim and over keys may be taken in any order, so the order is chosen in which the contiguous bytes that
+// a lane loads are its fragment: no shared memory and no exchange in the loop. With g = lane / 4 and q = lane % 4:
+//   scores = Q x K   16 heads are the rows, 8 tokens the columns. A lane loads 16 bytes of the key of token g of the 8,
 //                    at byte 64c + 16q; their words are the fragments of the steps, and the query is loaded in the
 //                    same order. Where there are only 8 heads, rows 8 to 15 are the same heads at the next step's
 //                    dimensions, and of the products with a step's words one half of the rows is of use.
-//   output = V x P   16 dimensions are the rows, 8 heads the columns. A lane loads 16 bytes of values 2q, 2q+1, 2q+8 and
-//                    2q+9 of 16 tokens at byte 128i + 16g and pairs the tokens by byte permutes: rows g and g + 8 of
-//                    tile j are elements 2j and 2j+1 of those 16 bytes.
+//   output = V x P   16 dimensions are the rows, 8 heads the columns. A lane loads 16 bytes of values 2q, 2q+1, 2q+8
+//                    and 2q+9 of 16 tokens at byte 128i + 16g and pairs the tokens by byte permutes: rows g and g + 8
+//                    of tile j are elements 2j and 2j+1 of those 16 bytes.
 // The scores of 2 tokens that a lane gets, of head g and tokens 2q and 2q+1, are its fragment of P as they stand.
 //
 // K and V take turns in one set of registers, `ring`: where a piece of K has been used, the same piece of V of the same
@@ -776,8 +775,9 @@ struct IsBFloat16<BFloat16> {
     static constexpr bool VALUE = true;
 };
 
-// Where a warp's tokens lie: lane l holds tokens l and l + 32 of those it takes at once. Ids of blocks are asked for one
-// turn before they are needed. Past the end the last token stands in: what lies there may be anything, NaN included.
+// Where a warp's tokens lie: lane l holds tokens l and l + 32 of those it takes at once. Ids of blocks are asked for
+// one turn before they are needed. Past the end the last token stands in: what lies there may be anything, NaN
+// included.
 template <class KV, int LOOKUPS>
 struct TokenRows {
     const int* table;
@@ -821,8 +821,8 @@ struct Mma {
     static constexpr int TILES = HEADS == 16 && HEAD_DIM <= 128 ? 2 : 1;
     static constexpr int KEY_WARPS = WARPS * TILES * 8 / HEADS;
     // A warp takes GROUPS x 16 tokens at once, as many as its registers hold.
-    static constexpr int LOADS_BYTES = FP8 ? KV_E4M3_LOADS(ROW_BYTES) : 256, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
-    static constexpr int FITTING = 2 * LOADS_BYTES / ROW_BYTES;
+    static constexpr int LOADS = !FP8 ? 256 : ROW_BYTES < 256 ? E4M3_LOADS : LONG_E4M3_LOADS;  // bytes of a lane
+    static constexpr int FITTING = 2 * LOADS / ROW_BYTES, MOST = FP8 && ROW_BYTES >= 128 ? 3 : 4;
     static constexpr int GROUPS = FITTING < 1 ? 1 : FITTING > MOST ? MOST : FITTING;
     static constexpr int TOKENS = 16 * GROUPS;
     static constexpr int LOOKUPS = (TOKENS + 31) / 32;
@@ -1036,7 +1036,8 @@ struct Mma {
         }
     }
 
-    // Moves the reference of each head's exponents to its maximum over the warp's tokens, if that is higher or the first.
+    // Moves the reference of each head's exponents to its maximum over the warp's tokens, if that is higher or the
+    // first.
     __device__ __forceinline__ void follow_maximum(bool first) {
         KV_UNROLL for (int tile = 0; tile < TILES; tile++) {
             float rise = first ? NO_SCORE : 0.0f;
@@ -1078,7 +1079,8 @@ struct Mma {
         if (base + TOKENS > end) {
             KV_UNROLL for (int i = 0; i < GROUPS * SCORES; i++) {
                 const int eight = i / (SCORES / 2), tile = i / 2 % TILES, next = i % 2;
-                if (base + 8 * eight + 2 * q() + next >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();
+                const int token = base + 8 * eight + 2 * q() + next;
+                if (token >= end) scores[eight / 2][eight % 2][tile][next] = minus_infinity();
             }
         }
         float highest = minus_infinity();
@@ -1226,7 +1228,8 @@ template <class T, class KV, int HEAD_DIM>
 __device__ __forceinline__ void reshape_and_cache(const ReshapeAndCacheParams& p) {
     const long long token = blockIdx.x, slot = ldg(p.slot_mapping + token);
     if (slot < 0 || slot >= p.num_slots) return;
-    const long long row = (slot >> p.block_size_log2) * p.cache_rows_per_block + (slot & ((1 << p.block_size_log2) - 1));
+    const long long block_id = slot >> p.block_size_log2;
+    const long long row = block_id * p.cache_rows_per_block + (slot - (block_id << p.block_size_log2));
     const long long place = row * p.cache_stride_row;
     store_row<T, KV, HEAD_DIM>(
         (const T*)p.key + token * p.key_stride_token, (KV*)p.key_cache + place, p.key_scale, p

@@ -66,15 +66,20 @@ class TimedBatch:
             for table in self.tables
         ]
 
-    def check(self, variant: Variant, attention: Attention, table: int = 0) -> tuple[Verdict, str | None]:
-        """Compare heads of some requests with float64, and two runs with each other; what is wrong beside numbers."""
+    def check(
+        self, variant: Variant, attention: Attention, table: int = 0, *, pairs: int = _CHECKED_PAIRS
+    ) -> tuple[Verdict, str | None]:
+        """Compare heads of some requests with float64, and two runs with each other; what is wrong beside numbers.
+
+        About ``pairs`` products of a query head with a key are compared.
+        """
         first, second = (self._run(attention) for _ in range(2))
         error = None
         if np.isnan(number_format(self.shape.dtype).decoded(first)).any():
             error = "a number of the output is missing"
         elif first.tobytes() != second.tobytes():
             error = "two runs differ"
-        return self._compared(variant, first, table), error
+        return self._compared(variant, first, table, pairs), error
 
     def _run(self, attention: Attention) -> NDArray[Any]:
         self.output.fill(_nan(self.shape.dtype))
@@ -82,12 +87,12 @@ class TimedBatch:
         found: NDArray[Any] = self.output.get()
         return found
 
-    def _compared(self, variant: Variant, output: NDArray[Any], table: int) -> Verdict:
+    def _compared(self, variant: Variant, output: NDArray[Any], table: int, pairs: int) -> Verdict:
         shape, queries = self.shape, number_format(self.shape.dtype)
         scores = reference.Scores(float(np.float32(shape.head_dim**-0.5)), window=self.window)
         expected, found = [], []
         for request in _spread(shape.batch, _CHECKED_REQUESTS):
-            for head in _spread(shape.heads, _CHECKED_PAIRS // (_CHECKED_REQUESTS * shape.seq)):
+            for head in _spread(shape.heads, pairs // (_CHECKED_REQUESTS * shape.seq)):
                 query = queries.decoded(self.host_query[request, head])[None]
                 keys, values = self._rows(request, head // shape.group, table)
                 expected.append(reference.contiguous_attention(query, keys, values, scores))
@@ -107,7 +112,7 @@ class TimedBatch:
 
     def _rows(self, request: int, kv_head: int, table: int) -> list[NDArray[np.float64]]:
         """Keys and values of a request's tokens for one head, copied back: ``[tokens, 1, head_dim]``."""
-        ids, stored = self.host_tables[table, request], number_format(self.shape.kv_cache_dtype)
+        ids, stored = self.tables[table][request], number_format(self.shape.kv_cache_dtype)
         return [
             stored.decoded(cache[:, :, kv_head][ids].get()).reshape(-1, 1, self.shape.head_dim)[
                 : self.shape.seq

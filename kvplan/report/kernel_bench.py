@@ -20,6 +20,7 @@ _VALID = {True: "yes", False: "NO", None: "-"}
 
 def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
     """What was done, on what, and what came out."""
+    screen.say(_assumptions(result), style="dim")
     screen.say(_headline(result))
     if result.compiled:
         _print_compiled(screen, result.compiled)
@@ -45,6 +46,17 @@ def print_kernel_bench(screen: Screen, result: KernelBenchResult) -> None:
         screen.say("interrupted: this is what was finished")
 
 
+def _assumptions(result: KernelBenchResult) -> str:
+    """What nobody gave, of what matters: seeded cases have lengths and blocks of their own."""
+    unused = set() if result.device is not None else {"batch", "seq", "block_size"}
+    assumed = [
+        f"{name} {', '.join(map(str, values))}"
+        for name, (values, _, given) in result.config.items()
+        if not given and name not in unused and isinstance(values, list)
+    ]
+    return f"assumed: {'; '.join(assumed)}" if assumed else "nothing assumed"
+
+
 def _headline(result: KernelBenchResult) -> str:
     device = result.device
     if device is not None:
@@ -58,16 +70,15 @@ def _headline(result: KernelBenchResult) -> str:
 
 
 def _print_compiled(screen: Screen, rows: Sequence[CompiledKernel]) -> None:
-    table = new_table("kernel", "arch", "registers", "budget", "spilled", "shared", "code")
+    table = new_table("kernel", "arch", "registers", "spilled", "shared", "code")
     for row in rows:
         table.add_row(
             row.variant.removeprefix("kvplan_"),
             f"sm_{row.arch}",
-            str(row.registers),
-            str(row.register_budget),
+            f"{row.registers} of {row.register_budget}",
             Text(f"{row.spill_bytes} B", style="" if row.is_good else "bold red"),
             format_bytes(row.shared_bytes),
-            format_bytes(row.cubin_bytes),
+            f"{row.cubin_bytes / 1024:.0f} KiB",
         )
     screen.show(table)
     good = sum(row.is_good for row in rows)

@@ -149,7 +149,7 @@ def test_a_trace_id_comes_back_unchanged_in_the_files(cli: Cli, tmp_path: Path, 
         assert [row["id"] for row in csv.DictReader(file)] == [EVIL]
     lines = [json.loads(line) for line in (tmp_path / "e.jsonl").read_text().split("\n")[:-1]]
     assert lines[0]["arrived"] == [EVIL]
-    assert lines[-1]["finished"] == [EVIL]
+    assert [name for line in lines for name in line.get("finished", [])] == [EVIL]
 
 
 @pytest.mark.parametrize("name", ["=1+1", "+1", "-1", "@sum", "\t=1", "\r=1"])

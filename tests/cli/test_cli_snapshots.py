@@ -49,7 +49,19 @@ COMMANDS = {
     "model": "models llama-2-13b",
 }
 CODES = {"size-does-not-fit": 1, "simulate-stuck": 1, "check": 1}
-HELP = ("", "size", "simulate", "compare", "check", "audit", "calibrate", "explain", "models", "gpus")
+HELP = (
+    "",
+    "size",
+    "simulate",
+    "compare",
+    "check",
+    "audit",
+    "calibrate",
+    "explain",
+    "kernel-bench",
+    "models",
+    "gpus",
+)
 
 #: Typer lays out the help texts; another version may do it otherwise.
 TYPER_OF_HELP = "0.29"

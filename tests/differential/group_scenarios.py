@@ -17,7 +17,7 @@ from kvplan.core.engine import GroupSpec, SchedulerConfig
 from kvplan.core.engines.group_blocks import GroupBlocks
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.request import Request
+from kvplan.core.request import Request, Segment
 from kvplan.core.window_blocks import Span, WindowPool, keyed_runs
 
 
@@ -66,15 +66,54 @@ def draw_specs(rng: Random) -> tuple[GroupSpec, ...]:
     specs: list[GroupSpec] = []
     for number in range(rng.choice([1, 2, 2, 2, 3])):
         size = smallest * rng.choice([1, 1, 1, 2, 2, 3, 4]) if unequal else smallest
-        padding = rng.choice([None, None, None, size]) if unequal else None
         window = rng.choice([2, 3, 4, 5, 6, 7, 9, 12, 17])
         is_full = rng.random() < (0.8 if number == 0 else 0.1)
-        spec = GroupSpec("full", size, payload=padding) if is_full else GroupSpec("sliding", size, window)
-        specs += [spec] * rng.choice([1, 1, 1, 2, 3])
+        spec = GroupSpec("full", size) if is_full else GroupSpec("sliding", size, window)
+        copies = [spec] * rng.choice([1, 1, 1, 2, 3])
+        if rng.random() < 0.2:  # a group that has fewer layers than the others is padded
+            copies[-1] = spec._replace(payload=size)
+        specs += copies
     if len(specs) == 1:
         specs.append(GroupSpec("sliding", smallest, rng.choice([2, 5, 9])))
     rng.shuffle(specs)
     return tuple(specs)
+
+
+def draw_nested(rng: Random) -> tuple[SchedulerConfig, list[Request]]:
+    """Prompts that begin alike and end anywhere, some with an answer that is still being generated; two windows.
+
+    What windows of unequal width still have of a prefix then differs, so that a hit takes several rounds to find.
+    """
+    smallest = rng.choice([1, 1, 2, 4])
+    unequal = smallest < 4 and rng.random() < 0.5
+    groups = [
+        GroupSpec("full", smallest),
+        GroupSpec("sliding", smallest * (4 if unequal else 1), rng.choice([2, 3, 5])),
+        GroupSpec("sliding", smallest, rng.choice([4, 7, 12])),
+    ]
+    rng.shuffle(groups)
+    requests: list[Request] = []
+    arrival = 0
+    for number in range(rng.randint(8, 24)):
+        arrival += rng.choice([0, 1, 1, 3, 9])
+        content = (Segment("s", 0, rng.randint(2, 30)),)
+        if requests and rng.random() < 0.4:
+            earlier = rng.choice(requests)
+            answer = Segment(f"o:{earlier.id}", 0, rng.randint(1, earlier.output_tokens))
+            content = (*earlier.content[:2], answer)
+        length = sum(segment.length for segment in content)
+        requests.append(Request(f"r{number}", arrival, length, rng.choice([1, 2, 5, 12]), 0, content))
+    budget = rng.choice([8, 16, 64])
+    config = SchedulerConfig(
+        num_gpu_blocks=1 + rng.choice([40, 60, 90, 140]) // smallest + 24,
+        block_size=smallest,
+        max_num_batched_tokens=budget,
+        max_num_seqs=rng.choice([1, 2, 4, 8]),
+        max_model_len=64,
+        groups=tuple(groups),
+        async_scheduling=rng.random() < 0.4,
+    )
+    return config, requests
 
 
 class GroupPools:

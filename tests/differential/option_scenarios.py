@@ -59,6 +59,8 @@ def draw(rng: Random, family: str) -> tuple[SchedulerConfig, list[Request]]:
     config = replace(config, groups=groups)
     if any(spec.kind == "state" for spec in groups):
         config = replace(config, enable_prefix_caching=groups[-1].mode == "align")
+    if len(groups) > 1 and rng.random() < 0.3:
+        config = with_padding(rng, config)
     if has("asynchronous", 0.4):
         config = replace(config, async_scheduling=True)
     if has("drafts", 0):
@@ -105,6 +107,23 @@ def draw_groups(rng: Random, config: SchedulerConfig, family: str) -> tuple[Grou
         kernel = rng.choice([None, None, 1, size])
         return (*full, *[GroupSpec("state", mode="align", checkpoint=kernel)] * rng.choice([1, 1, 2, 3]))
     return (GroupSpec(),)
+
+
+def with_padding(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
+    """The same with memory counted in a finer unit, and a part of some groups' blocks padding."""
+    slots = 12 * config.block_slots
+    groups = tuple(
+        spec._replace(
+            payload=slots // 12 * rng.choice([9, 12]) if spec.kind == "state" else part(rng, slots, size)
+        )
+        for spec in config.groups
+        for size in [config.block_size_of(spec)]
+    )
+    return replace(config, groups=groups, slots_a_block=slots)
+
+
+def part(rng: Random, slots: int, block_size: int) -> int:
+    return slots // block_size // 2 * block_size if rng.random() < 0.5 else slots
 
 
 def shuffled(rng: Random, groups: list[GroupSpec]) -> tuple[GroupSpec, ...]:
@@ -307,7 +326,8 @@ class Watched(VllmPlain):
             assert blocks[-1 - group._num_drafts] != NULL_BLOCK
             return
         if group.spec.kind == "state":
-            assert len(held) == len(blocks) == group._blocks
+            drafts = self.config.speculative.num_drafts if self.config.speculative else 0
+            assert len(held) == len(blocks) == 1 + drafts
             return
         assert len(blocks) >= -(-sequence.computed // size)
         ahead = 2 * self.config.speculative.num_drafts + 1 if self.config.speculative else 0

@@ -303,7 +303,9 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
             cached = min(cached, free)  # blocks without content are taken first
         assert step.free_blocks == free
         if run.levels:
-            assert level_of(step) == run.levels[i]._replace(group_blocks=list(run.levels[i].group_blocks))
+            *slots, groups = run.levels
+            level = Level(*(column[i] for column in slots), [column[i] for column in groups])
+            assert level_of(step) == level
         else:
             assert step.cached_blocks == cached
         assert not step.finished or i == run.steps - 1

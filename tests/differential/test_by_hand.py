@@ -76,6 +76,18 @@ def test_a_victim_that_is_done_but_for_its_output_stands_before_the_one_whose_tu
 
 
 @BOTH
+def test_what_an_aborted_sequence_has_in_flight_is_nothing_that_happens(publish_at_once: bool) -> None:
+    """After the only one that runs, nobody ever can: so many calls later the run is given up."""
+    requests = [
+        ask("a", 0, 10, ("a", 0, 2))._replace(abort=3, abort_mid=True),
+        ask("never", 1, 1, ("n", 0, 12)),
+    ]
+    settings = config(num_gpu_blocks=5, async_scheduling=True)
+    seen = compare_engines(settings, requests, publish_at_once=publish_at_once, skip=False)
+    assert (seen["aborted"], seen["steps"]) == (1, 10)
+
+
+@BOTH
 @pytest.mark.parametrize("usable", [40, 12])
 def test_a_prompt_fills_a_block_in_the_step_in_which_a_later_answer_does(
     publish_at_once: bool, usable: int

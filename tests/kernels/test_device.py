@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from emulated_cupy import H200, CUDARuntimeError, Gpu, emulated_gpu
+from emulated_cupy import H200, CUDARuntimeError, Gpu, emulated_cupy, emulated_gpu, hide_cupy
 
 from kvplan.kernels.device import catalogue_gpu, find_device
 from kvplan.kernels.nvrtc import CudaMissing
@@ -23,7 +24,7 @@ def missing() -> CudaMissing:
 
 
 def test_without_cupy_that_is_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cupy", None)
+    hide_cupy(monkeypatch)
     error = missing()
     assert (error.lack, error.what) == ("cupy", "CuPy is not installed")
     assert "pip install 'kvplan[cuda13]'" in str(error.hint)
@@ -44,7 +45,7 @@ def raising(error: Exception) -> Callable[..., Any]:
             raising(RuntimeError("Failure finding libnvrtc.so")),
             "nvrtc",
             "CuPy finds no NVRTC",
-            "pip install nvidia-cuda-nvrtc",
+            "pip install 'kvplan[cuda13]'",
         ),
         ("runtime.driverGetVersion", lambda: 0, "driver", "there is no NVIDIA driver", "install the driver"),
         (
@@ -92,6 +93,20 @@ def test_what_is_installed_here_is_found_or_named() -> None:
     except CudaMissing as error:
         found = error.lack
     assert found in {"nvrtc", "driver", "cupy", "device"} or (isinstance(found, int) and found >= 50)
+
+
+def test_the_emulated_cupy_has_no_name_that_cupy_lacks() -> None:
+    cupy = pytest.importorskip("cupy", reason="CuPy is not installed")
+    lacking = []
+    for name, module in emulated_cupy(Gpu(0, H200)).items():
+        real = reduce(getattr, name.split(".")[1:], cupy)
+        for attribute, value in vars(module).items():
+            if not hasattr(real, attribute):
+                lacking.append(f"{name}.{attribute}")
+            elif isinstance(value, SimpleNamespace):
+                inner = getattr(real, attribute)
+                lacking += [f"{name}.{attribute}.{one}" for one in vars(value) if not hasattr(inner, one)]
+    assert lacking == []
 
 
 def test_a_gpu_that_the_catalogue_does_not_have_is_told_by_its_clock() -> None:

@@ -144,6 +144,17 @@ def test_what_ends_a_launch_is_said_of_its_case(gpu: Gpu) -> None:
     assert errors == {"copy_blocks": "cudaErrorIllegalAddress: an illegal memory access was encountered"}
 
 
+def test_what_ends_a_launch_on_the_shape_is_said_in_its_row(gpu: Gpu) -> None:
+    def spoil(name: str, memory: dict[str, np.ndarray]) -> None:
+        if "naive" in name:
+            raise CUDARuntimeError("cudaErrorIllegalAddress")
+
+    gpu.spoil = spoil
+    naive, split = bench((), kernel=("naive", "split")).results
+    assert (naive.valid, naive.error, naive.time_s) == (False, "cudaErrorIllegalAddress", None)
+    assert split.valid
+
+
 def test_naive_is_left_out_where_its_scores_do_not_fit(compiler: None) -> None:
     with emulated_gpu(sharedMemPerBlockOptin=16000):
         result = bench(batch=(1,), seq=(4096,), kernel=("naive", "mma"))

@@ -1,7 +1,7 @@
 """Variants compiled for every architecture, without a GPU: registers, spills, and what the machine code is made of.
 
 All default variants for all architectures that NVRTC knows; the machine code's loop is read on three of them. The
-whole matrix, options included, is `benchmarks/kernel_static.py --all`. Skipped without CuPy or NVRTC.
+whole matrix, options included, is `benchmarks/kernel_static.py --variants options`. Skipped without CuPy or NVRTC.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ def test_the_best_of_a_column_is_marked_and_the_others_say_why_they_differ(trace
     ("changes", "word"),
     [
         ({"max_num_seqs": 4}, "waits: seats"),
-        ({"num_gpu_blocks_override": 40}, "waits: 13 % reserved"),
+        ({"num_gpu_blocks_override": 40}, "waits: 12 % reserved"),
         ({"step_time": 0.02}, "slower steps"),
         ({"max_num_seqs": 200}, "as fast"),
         ({"max_model_len": 26}, "5 fewer finished"),

@@ -138,3 +138,34 @@ def test_causes_are_the_sums_of_all_cases_and_the_worst_are_the_costliest(first:
         twice += any(case.closed[1] for case in closed)
         unfinished += bool(open_)
     assert min(many, twice, unfinished) > 0
+
+
+def test_a_victim_that_finishes_while_it_waits_is_followed_no_more() -> None:
+    """In call 4 "urgent" takes the place of "done", whose last token is in flight."""
+    requests = [
+        Request("done", 0, 2, 4, 2),
+        Request("urgent", 1, 2, 6),
+        Request("other", 1, 1, 6, 1),
+    ]
+    config = SchedulerConfig(
+        num_gpu_blocks=8,
+        block_size=2,
+        max_num_batched_tokens=20,
+        max_num_seqs=8,
+        max_model_len=14,
+        policy="priority",
+        async_scheduling=True,
+    )
+    metrics = Metrics(num_gpu_blocks=8, block_size=2, prefix_caching=True, seconds_per_tick=None)
+    open_cases: list[int] = []
+
+    def observe(_record: StepRecord) -> None:
+        open_cases.append(len(metrics._preemptions.open))
+
+    run(requests, VllmPlain(config), constant(1), metrics, step_numbered=True, observe=observe)
+    causes = metrics.preemption_causes()
+    assert set(open_cases) == {0}
+    assert [(case.step, case.preemption.victim, case.lost_ticks) for case in causes.worst] == [
+        (4, "done", None)
+    ]
+    assert causes.lost_ticks == 0

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from fractions import Fraction
+from random import Random
 
 import pytest
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import Sequence, StepWork
+from kvplan.core.engine import RunTimes, Sequence, StepWork
 from kvplan.core.engine import Turn as AnyTurn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
@@ -201,3 +202,16 @@ def test_the_same_steps_run_wherever_time_begins(arrival: int) -> None:
         (10, 20),
         (20, 30),
     ]
+
+
+def test_times_of_a_run_are_those_of_its_steps_one_by_one() -> None:
+    rng = Random(1)
+    for _ in range(2000):
+        first, second, growth = rng.randint(1, 60), rng.randint(1, 60), rng.choice([0, 0, 1, 7])
+        times = RunTimes(first, rng.choice([second, first + growth]), growth)
+        steps, most, gap = rng.randint(1, 12), rng.randint(1, 12), rng.randint(-5, 900)
+        one_by_one = [first, *(times.second + i * growth for i in range(20))]
+        assert list(times.ticks(steps)) == one_by_one[:steps]
+        assert times.total(steps) == sum(one_by_one[:steps])
+        fewest = next(k for k in range(1, most + 1) if k == most or sum(one_by_one[:k]) >= gap)
+        assert times.steps_until(gap, most) == fewest

@@ -8,13 +8,15 @@ order within a step count; then those who take or drop in it are put in order, a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import accumulate
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import heappop, heappush
+from itertools import accumulate, cycle, islice
 from math import lcm
+from operator import mul
 from typing import NamedTuple
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import DecodeRun, Level, SchedulerConfig, Turn
+from kvplan.core.engine import DecodeRun, Levels, SchedulerConfig, Turn
 from kvplan.core.engines.block_side import EVERYBODY, NEVER, output_stream
 from kvplan.core.engines.group_kinds import Kind, Tables, kinds_of
 from kvplan.core.engines.group_slots import SlotSums
@@ -63,6 +65,7 @@ class GroupBlocks:
         #: Decoders by the step in which they are visited, and in which the end of their prompt becomes findable.
         self._visits: dict[int, list[Member]] = {}
         self._tails: dict[int, list[Member]] = {}
+        self._due_steps: list[int] = []
         # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
         # decoders by their output stream, and how far into this step the looker stands.
         self._growing: dict[str, Member] = {}
@@ -276,6 +279,8 @@ class GroupBlocks:
             visit = min(visit, max(due, step + (self.lag if step == tables.start else 0)))
         tables.next_visit = visit
         if visit != NEVER:
+            if visit not in self._visits:
+                heappush(self._due_steps, visit)
             self._visits.setdefault(visit, []).append(member)
 
     def _expect_tail(self, member: Member, tables: Tables) -> None:
@@ -288,6 +293,8 @@ class GroupBlocks:
         if all(kind.window or offered + kind.block_size > end for kind in self.kinds):
             return
         tables.tail_step = offered + self.alignment - member.base - 1 + self.lag
+        if tables.tail_step not in self._tails:
+            heappush(self._due_steps, tables.tail_step)
         self._tails.setdefault(tables.tail_step, []).append(member)
 
     def _due_tails(self) -> list[Member]:
@@ -299,40 +306,28 @@ class GroupBlocks:
         self, steps: int, room_for_head: int | None, ending: Iterable[Member]
     ) -> DecodeRun[Member] | None:
         """Let the cohort decode, until blocks run short, or enough for the head of the queue might come to be free."""
-        pool, cohort = self.pool, self.cohort
+        pool, cohort, slots = self.pool, self.cohort, self._slots
         context = cohort.context
-        taken: list[int] = []
-        levels: list[Level] = []
-        evicted = 0
-        free = cached = shared = 0
-        before = pool.free
         ending = tuple(ending)
-        for _ in range(steps):
-            wanted = self.taken_next()
-            if wanted > before:
+        taken: list[int] = []
+        levels = Levels([], [], [], [[] for _ in pool.shelves] if len(pool.shelves) > 1 else [])
+        evicted = free = cached = shared = 0
+        while len(taken) < steps:
+            alike = 0
+            if not ending and slots.is_plain:
+                alike = min(steps - len(taken), self._next_change() - cohort.step)
+            first = not taken
+            if alike > 0:
+                found = self._decode_alike(1 if first else alike, room_for_head, taken, levels)
+            else:
+                found = self._decode_one(room_for_head, taken, levels, ending)
+            if found is None:
                 break
-            if room_for_head is not None and (
-                cohort.step in self._tails
-                or (room_for_head < NEVER and wanted > pool.blank)
-                or before - wanted + self._dropped_next() >= room_for_head
-            ):
-                break  # for what the head finds may change, or blocks come to be free
-            evicted += self._move(wanted, {})
-            self._begun = cohort.step
-            for member in self._due_tails():
-                self.seen_serial = member.serial
-                self.place(member, 1)
-            self._slots.advance(cohort.step, cohort.size, self._takers)
-            cohort.step += 1
-            levels.append(self._slots.level(self._takers, (), ending))
-            after = pool.free
-            if not taken:
-                free, cached, shared = after, pool.idle, pool.shared
-            taken.append(before - after)
-            before = after
+            evicted += found
+            if first:
+                free, cached, shared = pool.free, pool.idle, pool.shared
         if not taken:
             return None
-        first = levels[0]
         return DecodeRun(
             len(taken),
             cohort.size,
@@ -342,10 +337,108 @@ class GroupBlocks:
             free,
             cached,
             shared,
-            first.empty_slots,
-            first.reserved_slots,
+            levels.empty_slots[0],
+            levels.reserved_slots[0],
             levels=levels,
         )
+
+    def _next_change(self) -> int:
+        """The next step in which more happens than that decoders take blocks, and drop blocks on their periods."""
+        step, due = self.cohort.step, self._due_steps
+        while due and due[0] < step:
+            heappop(due)
+        return min(due[0] if due else NEVER, self._slots.next_change)
+
+    def _decode_one(
+        self, room_for_head: int | None, taken: list[int], levels: Levels, ending: tuple[Member, ...]
+    ) -> int | None:
+        """One step of `decode`; returns how many blocks lost their content, None if it must not be taken."""
+        pool, cohort = self.pool, self.cohort
+        before, wanted = pool.free, self.taken_next()
+        if wanted > before:
+            return None
+        if room_for_head is not None and (
+            cohort.step in self._tails
+            or (room_for_head < NEVER and wanted > pool.blank)
+            or before - wanted + self._dropped_next() >= room_for_head
+        ):
+            return None  # for what the head finds may change, or blocks come to be free
+        evicted = self._move(wanted, {})
+        self._begun = cohort.step
+        for member in self._due_tails():
+            self.seen_serial = member.serial
+            self.place(member, 1)
+        self._slots.advance(cohort.step, cohort.size, self._takers)
+        cohort.step += 1
+        level = self._slots.level(self._takers, (), ending)
+        for column, value in zip(levels[:3], level[:3], strict=True):
+            column.append(value)
+        for column, value in zip(levels.group_blocks, level.group_blocks, strict=True):
+            column.append(value)
+        taken.append(before - pool.free)
+        return evicted
+
+    def _decode_alike(
+        self, steps: int, room_for_head: int | None, taken: list[int], levels: Levels
+    ) -> int | None:
+        """Steps of `decode` in which decoders only take blocks, and drop blocks on their periods; as `_decode_one`.
+
+        Whose blocks are taken does not matter, but where those without content run short, the order in a step does.
+        """
+        pool, step = self.pool, self.cohort.step
+        takes = {size: _lengths(buckets, step, steps) for size, buckets in self._takers.items()}
+        drops = {kind.number: _lengths(self._droppers[kind.number], step, steps) for kind in self._windows}
+        wanted_at = _weighted([(takes[size], count) for size, count in self._sizes.items()])
+        dropped_at = (
+            _weighted([(drops[kind.number], len(kind.groups)) for kind in self._windows]) or [0] * steps
+        )
+        free, blank, evicted, done = pool.free, pool.blank, 0, 0
+        for wanted, dropped in zip(wanted_at, dropped_at, strict=True):
+            if wanted > free:
+                break
+            if room_for_head is not None and (
+                (room_for_head < NEVER and wanted > blank) or free - wanted + dropped >= room_for_head
+            ):
+                break
+            if wanted > blank:
+                peak = self._most_taken(step + done) if dropped else wanted
+                lost = max(0, peak - blank)
+                evicted += lost
+                blank += lost
+            blank += dropped - wanted
+            free += dropped - wanted
+            taken.append(wanted - dropped)
+            done += 1
+        if not done:
+            return None
+        if done < steps:
+            takes = {size: counts[:done] for size, counts in takes.items()}
+            drops = {number: counts[:done] for number, counts in drops.items()}
+        pool.evict(evicted)
+        pool.free, pool.blank = free, blank
+        more = self._slots.stretch(self.cohort.size, takes, drops)
+        levels.empty_slots.extend(more.empty_slots)
+        levels.reserved_slots.extend(more.reserved_slots)
+        levels.behind_slots.extend(more.behind_slots)
+        for column, blocks in zip(levels.group_blocks, more.group_blocks, strict=True):
+            column.extend(blocks)
+        self.cohort.step = step + done
+        return evicted
+
+    def _most_taken(self, step: int) -> int:
+        """The most blocks without content that decoders have taken at any point of a step, less those dropped."""
+        deltas = [
+            (2 * member.serial, -len(kind.groups))
+            for kind in self._windows
+            for member in self._droppers[kind.number][step % kind.block_size]
+        ]
+        deltas += [
+            (2 * member.serial + 1, count)
+            for size, count in self._sizes.items()
+            for member in self._takers[size][step % size]
+        ]
+        deltas.sort()
+        return max(accumulate(delta for _, delta in deltas))
 
     def _dropped_next(self) -> int:
         """Blocks that decoders drop in the next step, at most."""
@@ -543,6 +636,25 @@ class GroupBlocks:
         self._slots.advance(cohort.step - 1, cohort.size, self._takers)
         level = self._slots.level(self._takers, tuple(prefilling), tuple(ending))
         turn.empty_slots, turn.reserved_slots, turn.behind_slots, turn.group_blocks = level
+
+
+def _lengths(buckets: Sequence[Mapping[Member, None]], step: int, steps: int) -> list[int]:
+    """How many are in the buckets of so many steps, each of which comes once in a period."""
+    start = step % len(buckets)
+    if start + steps <= len(buckets):
+        return [len(bucket) for bucket in buckets[start : start + steps]]
+    return list(islice(cycle(map(len, buckets)), start, start + steps))
+
+
+def _weighted(columns: Sequence[tuple[Sequence[int], int]]) -> list[int]:
+    """Sums of columns, each times a weight."""
+    if len(columns) == 1:
+        ((column, weight),) = columns
+        return [count * weight for count in column]
+    return [
+        sum(map(mul, row, (weight for _, weight in columns)))
+        for row in zip(*(column for column, _ in columns), strict=True)
+    ]
 
 
 def _serial(member: Member) -> int:

@@ -6,12 +6,14 @@ number of decoders and of blocks taken and given back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from heapq import heappop, heappush
-from itertools import chain
+from itertools import accumulate, chain, cycle, islice
+from operator import add, sub
 
 from kvplan.core.cohort import Member
-from kvplan.core.engine import Level, SchedulerConfig
+from kvplan.core.engine import Level, Levels, SchedulerConfig
+from kvplan.core.engines.block_side import NEVER
 from kvplan.core.engines.group_kinds import Kind, Tables
 from kvplan.core.window_blocks import WindowPool
 
@@ -31,7 +33,7 @@ class Tails:
         self.waste = 0
         # Decoders whose last block is their last for good, with what of it stays empty; and when others take theirs.
         self._wasting: dict[Member, int] = {}
-        self._begins: list[tuple[int, int, Member]] = []
+        self.begins: list[tuple[int, int, Member]] = []
 
     def join(self, member: Member) -> None:
         """Add a sequence that decodes from the next step on."""
@@ -44,7 +46,7 @@ class Tails:
         if member.computed > last_block:
             self._begin(member, waste)
         else:
-            heappush(self._begins, (last_block - member.base, member.serial, member))
+            heappush(self.begins, (last_block - member.base, member.serial, member))
 
     def leave(self, member: Member) -> None:
         """Take out a sequence that decodes no more."""
@@ -54,7 +56,7 @@ class Tails:
     def advance(self, step: int, decoders: int, taken: int) -> None:
         """Let all decode in a step, in which so many take a block."""
         self.empty += self.block_size * taken - decoders
-        begins = self._begins
+        begins = self.begins
         while begins and begins[0][0] <= step:
             due, serial, member = heappop(begins)
             # Else it left before, and may have come back.
@@ -82,13 +84,13 @@ class Behind:
         self._number = 0
         self._drops_at = [0] * block_size
         self._begun: set[Member] = set()
-        self._begins: list[tuple[int, int, Member]] = []
+        self.begins: list[tuple[int, int, Member]] = []
 
     def join(self, member: Member) -> None:
         """Add a sequence that decodes from the next step on, which is the cohort's."""
         first = member.computed - member.base + self._lag
         begin = max(first, self.window - 1 - member.base + self._lag)
-        heappush(self._begins, (begin, member.serial, member))
+        heappush(self.begins, (begin, member.serial, member))
 
     def leave(self, member: Member) -> None:
         """Take out a sequence that decodes no more."""
@@ -103,7 +105,7 @@ class Behind:
         self._step = step + 1
         size = self.block_size
         self.tokens += self._number - size * self._drops_at[step % size]
-        begins = self._begins
+        begins = self.begins
         while begins and begins[0][0] <= step:
             due, serial, member = heappop(begins)
             if due == step and member.decoding and member.serial == serial and member not in self._begun:
@@ -111,6 +113,15 @@ class Behind:
                 self._number += 1
                 self._drops_at[self._first_drop(member)] += 1
                 self.tokens += (step - self._first_drop(member)) % size
+
+    def stretch(self, step: int, steps: int) -> list[int]:
+        """The same for several steps in which nobody begins."""
+        size, number = self.block_size, self._number
+        drops = islice(cycle(self._drops_at), step % size, step % size + steps)
+        column = list(accumulate((number - size * count for count in drops), initial=self.tokens))[1:]
+        self.tokens = column[-1]
+        self._step = step + steps
+        return column
 
     def _first_drop(self, member: Member) -> int:
         return (self.window - 1 + self._lag - member.base) % self.block_size
@@ -147,6 +158,8 @@ class SlotSums:
         self._behind = {
             kind.number: Behind(kind.window, kind.block_size, self._lag) for kind in kinds if kind.window
         }
+        self._kind_of = {group: kind for kind in kinds for group in kind.groups}
+        self._window_groups = [group for kind in kinds if kind.window for group in kind.groups]
         #: The step up to which all is counted, and who decodes in it for the first time.
         self._step = 0
         self._fresh: list[Member] = []
@@ -177,6 +190,55 @@ class SlotSums:
         for behind in self._behind.values():
             behind.advance(step)
         self._step = step + 1
+
+    @property
+    def next_change(self) -> int:
+        """The next step in which a decoder comes to be counted otherwise."""
+        begins = [sums.begins for sums in self._tails] + [sums.begins for sums in self._behind.values()]
+        return min((heap[0][0] for heap in begins if heap), default=NEVER)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all is a matter of counts: nobody decodes for the first time, and no window's block is shared."""
+        return not self._fresh and not any(self._pool.shelves[group].shared for group in self._window_groups)
+
+    def stretch(
+        self, decoders: int, takes: Mapping[int, Sequence[int]], drops: Mapping[int, Sequence[int]]
+    ) -> Levels:
+        """The slots after each of several steps in which nothing changes but by counts.
+
+        Of each block size how many decoders take a block in each step, and of each kind how many drop one.
+        """
+        steps = len(next(iter(takes.values())))
+        empty = [0] * steps
+        reserved = empty
+        for tails, unit in zip(self._tails, self._tail_units, strict=True):
+            size = tails.block_size
+            column = list(
+                accumulate((size * taken - decoders for taken in takes[size]), initial=tails.empty)
+            )[1:]
+            tails.empty, waste = column[-1], tails.waste
+            empty = [sum_ + unit * slots for sum_, slots in zip(empty, column, strict=True)]
+            reserved = [sum_ + unit * (slots - waste) for sum_, slots in zip(reserved, column, strict=True)]
+        behind = [0] * steps
+        for number, sums in self._behind.items():
+            unit = sum(self._unit[group] for group in self._kinds[number].groups)
+            column = sums.stretch(self._step, steps)
+            behind = [sum_ + unit * tokens for sum_, tokens in zip(behind, column, strict=True)]
+        self._step += steps
+        used: list[list[int]] = []
+        for group, shelf in enumerate(self._pool.shelves):
+            kind = self._kind_of[group]
+            changes: Iterable[int] = takes[kind.block_size]
+            if kind.window:
+                changes = map(sub, takes[kind.block_size], drops[kind.number])
+            used.append(list(accumulate(changes, initial=shelf.used))[1:])
+            shelf.used = used[-1][-1]
+        empty = list(map(add, empty, behind))
+        for column, padding in zip(used, self._padding, strict=True):
+            if padding:
+                empty = [sum_ + padding * blocks for sum_, blocks in zip(empty, column, strict=True)]
+        return Levels(empty, reserved, behind, used if len(used) > 1 else [])
 
     def level(self, takers: Takers, prefilling: Sequence[Member], ending: Sequence[Member]) -> Level:
         """The slots after the step that was counted last, of decoders and of these sequences."""

@@ -6,6 +6,7 @@ Rules: vllm/v1/core/single_type_kv_cache_manager.py and kv_cache_coordinator.py 
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -99,7 +100,7 @@ class Span(NamedTuple):
     slots: int
 
 
-#: A cached block in each group of a kind, None where there is none.
+#: A cached block in each group of a kind.
 Row = Sequence[int]
 
 
@@ -159,23 +160,16 @@ class FullGroup:
     def need_for_all(self, sequence: PlainSequence, table: Table, hit: Sequence[int], start: int) -> int:
         """As `need`, for all tokens that a sequence has, at admission."""
         required = -(-min(sequence.num_tokens, self.config.max_model_len) // self.block_size)
-        most = self.most_at_once()
-        return self._lacking(required if most is None else min(required, most), table, hit, start)
-
-    def most_at_once(self) -> int | None:
-        """Blocks that a sequence can have at most, as the full-sequence check counts; None: as many as it needs."""
-        return None
+        return self._lacking(required, table, hit, start)
 
     def _lacking(self, required: int, table: Table, hit: Sequence[int], start: int) -> int:
-        lacking = max(0, required - len(table.blocks) - max(self.skip(start) if hit else 0, len(hit)))
-        return lacking + self.idle(hit, start)
+        lacking = max(0, required - len(table.blocks) - len(hit))
+        return lacking + self.idle(hit, start) if hit else lacking
 
     def idle(self, hit: Sequence[int], start: int) -> int:
         """Hit blocks that lie in the free queue: adopting them takes them out of it."""
-        if not hit:
-            return 0
         references = self.pool.references
-        return sum(1 for block in hit[self.skip(start) :] if block != NULL_BLOCK and references[block] == 0)
+        return sum(1 for block in hit if references[block] == 0)
 
     def may_adopt(self, hit: Sequence[int]) -> bool:
         """Whether what was hit can be used in this step."""
@@ -248,16 +242,16 @@ class FullGroup:
             rows.append(row)
         return self._aligned(rows)
 
-    def find_run(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
-        """As `find` for this group alone, without a call for each block: heads of queues are looked up every step."""
-        rows: list[Row | None] = []
-        index, each = self.pool.index, self._hashes_a_block
-        for block_hash in sequence.hashes[each - 1 : limit // self.block_size * each : each]:
-            blocks = index.get(self._label + block_hash if self._label else block_hash)
+    def find_run(self, sequence: PlainSequence, limit: int) -> list[int]:
+        """As `find` for a single group, without a call for each block: heads of queues are looked up every step."""
+        hit: list[int] = []
+        index = self.pool.index
+        for block_hash in sequence.hashes[: limit // self.block_size]:
+            blocks = index.get(block_hash)
             if blocks is None:
                 break
-            rows.append(blocks)
-        return self._aligned(rows)
+            hit.append(blocks[0])
+        return hit
 
     def _aligned(self, rows: list[Row | None]) -> list[Row | None]:
         while len(rows) * self.block_size % self.geometry.alignment:
@@ -265,10 +259,27 @@ class FullGroup:
         return rows
 
 
-class LocalGroup(FullGroup):
+class LocalGroup(FullGroup, ABC):
     """What windows and chunks have in common: tokens get out of reach."""
 
     drops = True
+
+    def need_for_all(self, sequence: PlainSequence, table: Table, hit: Sequence[int], start: int) -> int:
+        """As for full attention, but no more than a sequence can have at once."""
+        required = -(-min(sequence.num_tokens, self.config.max_model_len) // self.block_size)
+        return self._lacking(min(required, self.most_at_once()), table, hit, start)
+
+    @abstractmethod
+    def most_at_once(self) -> int:
+        """Blocks that a sequence can have at most, as the full-sequence check counts."""
+
+    def _lacking(self, required: int, table: Table, hit: Sequence[int], start: int) -> int:
+        covered = max(self.skip(start), len(hit)) if hit else 0
+        return max(0, required - len(table.blocks) - covered) + self.idle(hit, start)
+
+    def idle(self, hit: Sequence[int], start: int) -> int:
+        """Those of them that are in reach."""
+        return super().idle([block for block in hit[self.skip(start) :] if block != NULL_BLOCK], start)
 
     def behind(self, sequences: Iterable[PlainSequence], number: int) -> int:
         """Slots of blocks that are partly out of reach, or wholly and not yet freed.
@@ -376,9 +387,6 @@ class Kind:
 
     def find(self, sequence: PlainSequence, limit: int) -> list[Row | None]:
         """What of the first ``limit`` tokens is hit."""
-        first = self._groups[0]
-        if self.is_full and len(self._groups) == 1:
-            return first.find_run(sequence, limit)
 
         def cached(index: int) -> Row | None:
             row = []
@@ -389,7 +397,13 @@ class Kind:
                 row.append(block)
             return row
 
-        return first.find(cached, limit)
+        return self._groups[0].find(cached, limit)
+
+    def find_alone(self, sequence: PlainSequence, limit: int) -> list[int]:
+        """The blocks that `find` gives of a single group."""
+        if self.is_full:
+            return self._groups[0].find_run(sequence, limit)
+        return [row[0] if row else NULL_BLOCK for row in self.find(sequence, limit)]
 
 
 class PrefixHit(NamedTuple):
@@ -407,7 +421,8 @@ def kinds_of(groups: Sequence[FullGroup]) -> list[Kind]:
     """The kinds among groups, full ones first, else in the order of the groups."""
     members: dict[tuple[GroupSpec, int], list[tuple[int, FullGroup]]] = {}
     for number, group in enumerate(groups):
-        members.setdefault((group.spec, group.block_size), []).append((number, group))
+        spec = group.spec._replace(payload=None)  # padding makes no difference
+        members.setdefault((spec, group.block_size), []).append((number, group))
     return sorted(map(Kind, members.values()), key=lambda kind: not kind.is_full)
 
 
@@ -420,8 +435,8 @@ def find_prefix(kinds: Sequence[Kind], num_groups: int, sequence: PlainSequence)
     """
     goal = sequence.num_tokens - 1
     if num_groups == 1:
-        rows = kinds[0].find(sequence, goal)
-        return PrefixHit(len(rows) * kinds[0].block_size, [[row[0] if row else NULL_BLOCK for row in rows]])
+        hit = kinds[0].find_alone(sequence, goal)
+        return PrefixHit(len(hit) * kinds[0].block_size, [hit])
     found: dict[Kind, list[Row | None]] = {}
     longest = 0
     while True:

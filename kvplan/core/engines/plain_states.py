@@ -17,6 +17,10 @@ from kvplan.core.engines.plain_pool import NULL_BLOCK, BlockPool
 class AnyStateGroup(FullGroup):
     """What all states have in common: a block is filled by one of them."""
 
+    def idle(self, hit: Sequence[int], start: int) -> int:
+        """Only the last block of a hit is one."""
+        return super().idle([block for block in hit if block != NULL_BLOCK], start)
+
     def unfilled(self, sequence: PlainSequence, table: Table) -> tuple[int, int]:
         """Slots of blocks whose state is not there yet, and those of them that will be there without drafts."""
         filled = -(-sequence.computed // self.block_size)

@@ -2,8 +2,12 @@
 
 Decoding sequences are sums in a cohort, blocks are numbers and runs of content, kept by a block side of its own
 for one full group and for several groups. While only decodes run and nothing can be admitted, many steps are one
-turn. The literal walk over the running list is reached only when tokens or blocks run short. Decides exactly what the
-plain engine decides; block ids it does not know.
+turn. The literal walk over the running list is reached only when blocks run short. Decides exactly what the plain
+engine decides; block ids it does not know.
+
+For one stage, without drafts. Asynchronously a call plans a batch and processes the one before: who is done keeps
+seat and blocks until then, neither in the cohort nor among the prompts, and what a decoder fills is known a token
+later. A victim's token in flight comes in in the call in which it lost its place.
 
 Costs: a turn O(chunks + finished + admitted), a walk O(running); blocks cost O(runs of content), not O(blocks).
 """
@@ -90,6 +94,7 @@ class Vllm:
         self._lag = int(config.async_scheduling)
         #: Who was preempted in this call with a token in flight.
         self._stale: set[Member] = set()
+        #: Calls in a row in which nothing happened, and whether somebody was aborted since the last one.
         self._idle_calls = 0
         self._has_aborted = False
         #: Whether somebody finished or was aborted since a batch was planned: one more is planned, perhaps empty.
@@ -403,7 +408,10 @@ class Vllm:
     # The waiting loop
 
     def _admit_waiting(self, turn: Turn[Member], scheduled: dict[Member, int], budget: int, cap: int) -> None:
-        """Admit from the head of the queue until one does not fit; nobody behind it is tried."""
+        """Admit from the head of the queue until one does not fit; nobody behind it is tried.
+
+        Nobody need be set aside for tokens in flight: a victim's are in when somebody is admitted again.
+        """
         config = self.config
         limit = config.max_num_seqs if config.max_num_active_seqs is None else config.max_num_active_seqs
         blocks, pool = self.blocks, self.pool

@@ -56,6 +56,8 @@ class VllmPlain:
         self._states = [group for group in self.groups if isinstance(group, StateGroup)]
         self._caches = config.enable_prefix_caching
         self._drafts = config.speculative is not None
+        self._max_model_len = config.max_model_len
+        self._queue_size = config.queue_size
         self._drops = any(group.drops for group in self.groups)
         self._alignment = self.groups[0].geometry.alignment
         self._hash_size = self.groups[0].geometry.hash_size
@@ -63,7 +65,7 @@ class VllmPlain:
         #: Whether a sequence's blocks change only when it fills one: an allocation inside a block changes nothing.
         self._fills_blocks = (
             [type(group) for group in self.groups] == [FullGroup]
-            and config.queue_size == 1
+            and self._queue_size == 1
             and config.speculative is None
         )
         self._extra_input = config.speculative.extra_input if config.speculative else 0
@@ -165,7 +167,7 @@ class VllmPlain:
     def _free(self, sequence: PlainSequence) -> None:
         """Free the blocks of a sequence that is gone, group by group; they stay listed in it, for `picture`."""
         sequence.is_gone = True
-        self._has_notice = self.config.queue_size > 1
+        self._has_notice = self._queue_size > 1
         for group, table in zip(self.groups, sequence.tables, strict=True):
             group.release(table)
 
@@ -192,7 +194,7 @@ class VllmPlain:
             self.schedule(turn)
         else:
             self._count(turn)
-        has_room = turn.planned and len(self._batches) < self.config.queue_size
+        has_room = turn.planned and len(self._batches) < self._queue_size
         if has_room and (turn.scheduled or self._has_work):
             turn.processed = False
             turn.free_blocks_end = self.pool.num_free
@@ -205,12 +207,12 @@ class VllmPlain:
 
     def _note_quiet(self, turn: Turn[PlainSequence]) -> None:
         """Without a batch queue one call in which nothing happens is the last; with one, several in a row."""
-        if self.config.queue_size == 1:
+        if self._queue_size == 1:
             turn.keeps_going = self._was_aborted
         else:
             happened = turn.scheduled or turn.preempted or turn.sampled or turn.finished or self._was_aborted
             self._quiet_calls = 0 if happened else self._quiet_calls + 1
-            patience = 2 * (self.config.queue_size + 1)
+            patience = 2 * (self._queue_size + 1)
             is_live = bool(self.running or self.waiting)
             turn.keeps_going = not is_live or self._quiet_calls < patience
         self._was_aborted = False
@@ -249,24 +251,27 @@ class VllmPlain:
 
         The budget is for tokens and for the slots of the input that each request takes beside them.
         """
+        running, block_size, fills_blocks = self.running, self.config.block_size, self._fills_blocks
         index = 0
-        while index < len(self.running) and budget > 0:
-            sequence = self.running[index]
+        while index < len(running) and budget > 0:
+            sequence = running[index]
             tokens = self._tokens_to_run(sequence, cap, budget)
             if tokens == 0:
                 index += 1
                 continue
             fits = True
-            while fits and (needed := self._grow(turn, sequence, tokens)):
-                place = self._place_of_victim()
-                victim = self.running.pop(place)
-                index -= place < index  # by priority only, as what follows
-                if victim in scheduled:  # its part of this step is undone
-                    budget += scheduled.pop(victim) + self._extra_input
-                    turn.drafts.pop(victim, None)
-                self._note_preemption(turn, victim, sequence, needed)
-                self._preempt(turn, victim)
-                fits = victim is not sequence
+            # Inside a block nothing changes, which is so for most who decode.
+            if not fills_blocks or sequence.computed + tokens >= len(sequence.tables[0].blocks) * block_size:
+                while fits and (needed := self._grow(turn, sequence, tokens)):
+                    place = self._place_of_victim()
+                    victim = running.pop(place)
+                    index -= place < index  # by priority only, as what follows
+                    if victim in scheduled:  # its part of this step is undone
+                        budget += scheduled.pop(victim) + self._extra_input
+                        turn.drafts.pop(victim, None)
+                    self._note_preemption(turn, victim, sequence, needed)
+                    self._preempt(turn, victim)
+                    fits = victim is not sequence
             if fits:
                 if sequence.drafts:
                     self._note_drafts(turn, sequence, tokens)
@@ -289,8 +294,8 @@ class VllmPlain:
             tokens = cap
         if tokens > most:
             tokens = most
-        if tokens > self.config.max_model_len - computed - 1:
-            tokens = self.config.max_model_len - computed - 1
+        if tokens > self._max_model_len - computed - 1:
+            tokens = self._max_model_len - computed - 1
         return self._whole_states(sequence, computed, tokens) if self._states else tokens
 
     def _whole_states(self, sequence: PlainSequence, start: int, tokens: int) -> int:
@@ -379,7 +384,8 @@ class VllmPlain:
                 turn.drafts[sequence] = drafts
             scheduled[sequence] = tokens
             budget -= tokens + self._extra_input
-        self._put_back(set_aside)
+        if set_aside:
+            self._put_back(set_aside)
 
     def _put_back(self, set_aside: list[PlainSequence]) -> None:
         if self.config.policy == "fcfs":
@@ -435,8 +441,6 @@ class VllmPlain:
 
         What is out of reach of all tokens that are not processed is freed first, and stays so.
         """
-        if self._fills_blocks and sequence.computed + tokens < len(sequence.blocks) * self.config.block_size:
-            return 0
         span = self._span(sequence.computed, tokens)
         pairs = list(zip(self.groups, sequence.tables, strict=True))
         if self._drops:
@@ -510,10 +514,12 @@ class VllmPlain:
 
     def _advance(self, turn: Turn[PlainSequence]) -> list[Share]:
         """Count what was scheduled as computed, and what it will sample as known; sum up the batch's work."""
-        work, is_async = turn.work, self.config.async_scheduling
+        work, is_async, planned_drafts = turn.work, self.config.async_scheduling, turn.drafts
         batch: list[Share] = []
+        total = drafts = 0
         for sequence, tokens in turn.scheduled:
-            drafts = turn.drafts.get(sequence, 0) if turn.drafts else 0
+            if planned_drafts:
+                drafts = planned_drafts.get(sequence, 0)
             before = sequence.computed
             sequence.computed = after = before + tokens
             sequence.in_flight += tokens
@@ -524,18 +530,19 @@ class VllmPlain:
                 work.sampled += 1 + drafts
                 if is_async:
                     self._expect_output(sequence, drafts)
-            turn.scheduled_tokens += tokens
-            if before >= sequence.request.input_tokens and tokens == 1:
+            total += tokens
+            if tokens == 1 and before >= sequence.request.input_tokens:
                 work.decodes += 1
                 work.decode_context += after
             else:
                 work.chunks.append((before, tokens))
-            known = after - drafts
-            if before < sequence.high_water:
-                turn.recomputed_tokens += min(known, sequence.high_water) - before
-            if known > sequence.high_water:
+            high_water, known = sequence.high_water, after - drafts
+            if before < high_water:
+                turn.recomputed_tokens += min(known, high_water) - before
+            if known > high_water:
                 sequence.high_water = known
             batch.append((sequence, tokens, drafts, samples))
+        turn.scheduled_tokens = total
         return batch
 
     def _expect_output(self, sequence: PlainSequence, drafts: int) -> None:
@@ -548,7 +555,10 @@ class VllmPlain:
         """Take the counts that hold after scheduling."""
         pool = self.pool
         turn.evicted = len(turn.evicted_blocks)
-        turn.new_tables = {s: [list(blocks) for blocks in tables] for s, tables in turn.new_tables.items()}
+        if turn.new_tables:
+            turn.new_tables = {
+                s: [list(blocks) for blocks in tables] for s, tables in turn.new_tables.items()
+            }
         turn.free_blocks, turn.cached_blocks, turn.shared_blocks = pool.num_free, pool.idle, pool.shared
         turn.running = len(self.running)
         turn.waiting = len(self.waiting)
@@ -561,11 +571,13 @@ class VllmPlain:
         """
         if self._fills_blocks:
             block_size = self.config.block_size
+            all_empty = reserved = 0
             for sequence in self.running:
                 empty = -sequence.computed % block_size
-                if empty:
-                    turn.empty_slots += empty
-                    turn.reserved_slots += min(empty, sequence.final_tokens - sequence.computed)
+                left = sequence.final_tokens - sequence.computed
+                all_empty += empty
+                reserved += empty if empty < left else left
+            turn.empty_slots, turn.reserved_slots = all_empty, reserved
             return
         for sequence in self.running:
             for group, table in zip(self.groups, sequence.tables, strict=True):
@@ -582,24 +594,39 @@ class VllmPlain:
     # Processing a batch
 
     def settle(self, turn: Turn[PlainSequence]) -> None:
-        """Process the oldest batch: append what it sampled, in its order, and free the sequences that stop."""
-        proposes = self.config.speculative is not None and not self.config.async_scheduling
+        """Process the oldest batch: append what it sampled, in its order, and free the sequences that stop.
+
+        A sequence that was preempted since (stale) gets its tokens too, but nothing that depends on its blocks changes.
+        """
+        sampled, caches, after, size = turn.sampled, self._caches, self._hashed_after, self._hash_size
+        proposes = self._drafts and not self.config.async_scheduling
         for sequence, tokens, drafts, samples in self._batches.popleft():
             if sequence.is_gone:
                 continue
-            is_stale = sequence.stale > 0
             sequence.in_flight -= tokens
+            is_stale = sequence.stale > 0
             if is_stale:
                 sequence.stale -= tokens
             if samples:
-                count = 1 + (self._verify(turn, sequence, drafts, is_stale=is_stale) if drafts else 0)
-                self._put_out(turn, sequence, count, is_stale=is_stale)
+                count = 1 + self._verify(turn, sequence, drafts, is_stale=is_stale) if drafts else 1
+                left = sequence.max_tokens - sequence.num_tokens
+                used = count if count <= left else left
+                sequence.num_tokens += used
+                if caches and (sequence.num_tokens - after) % size < used:
+                    self._hash_full_blocks(sequence)
+                sampled.append(sequence)
+                if used > 1:
+                    turn.extra_tokens[sequence] = used - 1
+                if not is_stale and (sequence.placeholders > 0 or self._drafts):
+                    self._catch_up(sequence, count, used)
+                if used == left:
+                    self._stop(turn, sequence, is_stale=is_stale)
             if proposes:
                 self._propose(sequence)
-        if turn.sampled:
+        if sampled:
             self._restarts = 0
             if self._outgrown:
-                self._outgrown.difference_update(turn.sampled)
+                self._outgrown.difference_update(sampled)
         if turn.finished:
             self.running = [s for s in self.running if not s.is_gone]
         turn.free_blocks_end = self.pool.num_free
@@ -628,33 +655,21 @@ class VllmPlain:
         proposed = self.config.speculative.proposed(sequence.id, outputs)
         sequence.drafts = 0 if sequence.is_partial else proposed
 
-    def _put_out(
-        self, turn: Turn[PlainSequence], sequence: PlainSequence, count: int, *, is_stale: bool
-    ) -> None:
-        """Append the tokens that a sequence got, one and its accepted drafts, until it stops.
+    def _catch_up(self, sequence: PlainSequence, count: int, used: int) -> None:
+        """Tokens that were counted on are known now, ``used`` of ``count``; blocks that they fill enter the cache."""
+        sequence.computed -= count - used
+        if sequence.placeholders > 0:
+            sequence.placeholders -= count
+        known = sequence.computed - sequence.in_flight
+        sequence.high_water = max(sequence.high_water, known)
+        self._offer(sequence, known)
 
-        One that was preempted since (stale) gets them too, but nothing that depends on its blocks changes.
-        """
-        left = sequence.max_tokens - sequence.num_tokens
-        used = count if count <= left else left
-        sequence.num_tokens += used
-        if self._caches and (sequence.num_tokens - self._hashed_after) % self._hash_size < used:
-            self._hash_full_blocks(sequence)
-        turn.sampled.append(sequence)
-        if used > 1:
-            turn.extra_tokens[sequence] = used - 1
-        if not is_stale and (sequence.placeholders > 0 or self._drafts):
-            sequence.computed -= count - used
-            if sequence.placeholders > 0:
-                sequence.placeholders -= count
-            known = sequence.computed - sequence.in_flight
-            sequence.high_water = max(sequence.high_water, known)
-            self._offer(sequence, known)
-        if used == left:
-            turn.finished.append(sequence)
-            self._free(sequence)
-            if is_stale:
-                self.waiting.remove(sequence)
+    def _stop(self, turn: Turn[PlainSequence], sequence: PlainSequence, *, is_stale: bool) -> None:
+        """A sequence has all its tokens: its blocks are free at once."""
+        turn.finished.append(sequence)
+        self._free(sequence)
+        if is_stale:
+            self.waiting.remove(sequence)
 
 
 def make_groups(config: SchedulerConfig, pool: BlockPool) -> list[FullGroup]:

@@ -18,6 +18,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 
 from kvplan.kernels import device, launch
 from kvplan.kernels.emulation.build import Source, executable
@@ -97,6 +98,8 @@ class Gpu:
         self.spoil: Callable[[str, dict[str, np.ndarray]], None] | None = None
         self._blocks: dict[int, tuple[Any, int]] = {}
         self._sources: dict[str, str] = {}
+        #: The struct of a kernel whose name begins so, after "kvplan_".
+        self.structs = dict(_STRUCTS)
 
     # Memory
 
@@ -142,8 +145,8 @@ class Gpu:
     ) -> None:
         self.seconds += TICK_S
         self.launches.append(name)
-        kind = next((kind for kind in _STRUCTS if name.startswith(f"kvplan_{kind}")), "")
-        arguments = _STRUCTS.get(kind, PagedAttentionParams).from_buffer_copy(data)
+        kind = next((kind for kind in self.structs if name.startswith(f"kvplan_{kind}")), "")
+        arguments = self.structs.get(kind, PagedAttentionParams).from_buffer_copy(data)
         arrays: dict[str, np.ndarray] = {}
         pointers, before = {}, {}
         for field, kind_of in arguments._fields_:
@@ -284,6 +287,7 @@ def emulated_cupy(gpu: Gpu) -> dict[str, ModuleType]:
         getDevice=lambda: 0,
         getDeviceProperties=lambda number: gpu.properties,
         memGetInfo=lambda: (gpu.free_bytes, gpu.memory_bytes),
+        deviceSynchronize=lambda: None,
         memcpyDeviceToHost=2,
         memcpyHostToDevice=1,
         memcpyAsync=lambda target, source, size, kind, stream: ctypes.memmove(target, source, size),
@@ -307,7 +311,7 @@ def emulated_cupy(gpu: Gpu) -> dict[str, ModuleType]:
         empty=lambda shape, dtype=np.float32: full(shape, 0, dtype),
         zeros=lambda shape, dtype=np.float32: full(shape, 0, dtype),
         get_default_memory_pool=lambda: SimpleNamespace(free_bytes=lambda: 0, free_all_blocks=lambda: None),
-        **{name: getattr(np, name) for name in ("float32", "int32", "int64", "uint8", "uint64")},
+        **{name: getattr(np, name) for name in ("float32", "int32", "int64", "uint8", "uint32", "uint64")},
     )
     return {module.__name__: module for module in (cupy, cuda, nvrtc, driver)}
 
@@ -329,6 +333,14 @@ def emulated_gpu(memory_bytes: int = 1 << 26, **properties: Any) -> Iterator[Gpu
             else:
                 sys.modules[name] = module
         _forget()
+
+
+def hide_cupy(patch: pytest.MonkeyPatch) -> None:
+    """Let CuPy not be installed, though it may be and may have been imported."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "cupy"]:
+        patch.delitem(sys.modules, name)
+    patch.setitem(sys.modules, "cupy", None)
+    _forget()
 
 
 def _forget() -> None:
