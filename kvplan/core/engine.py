@@ -538,7 +538,8 @@ class RunTimes(NamedTuple):
     def steps_until(self, gap: int, most: int) -> int:
         """The fewest steps that take at least ``gap`` ticks; at most ``most``."""
         first, second, growth = self
-        gap, most = gap - first, most - 1
+        gap -= first
+        most -= 1
         if gap <= 0 or not most:
             return 1
         if not growth:

@@ -17,7 +17,7 @@ from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
 #: So many steps are noted before they are summed up.
-_SUMMED_AT_ONCE = 4096
+_SUMMED_AT_ONCE = 1 << 14
 
 
 @dataclass(slots=True)
@@ -217,6 +217,9 @@ class _OverTime:
         self.running_max = self.waiting_max = self.shared_max = 0
         self._used: list[int] = []
         self._ticks: list[int] = []
+        #: Of runs: blocks used in the first step, blocks taken in each, ticks of each.
+        self._runs: list[tuple[int, Seq[int], Seq[int]]] = []
+        self._run_steps = 0
         #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
         self._states: list[tuple[int, int, int, int, int, int]] = []
         self._waited = self._in_holes = 0
@@ -227,7 +230,7 @@ class _OverTime:
         self.group_maxima: list[int] = []
         self._of_groups: list[tuple[int, Seq[int], Seq[int]]] = []
         # So many of the lists came up to the last finish.
-        self._sure_levels = self._sure_states = 0
+        self._sure_levels = self._sure_runs = self._sure_states = 0
 
     def note_wait(self, start: int, end: int, last_finish: int | None) -> None:
         """Add a request that waited from its arrival until a step was scheduled."""
@@ -254,8 +257,9 @@ class _OverTime:
         if ticks > 0:
             self._used.append(used)
             self._ticks.append(ticks)
-            queues = (state.running, state.waiting, state.shared_blocks)
-            self._states.append((ticks, *queues, tokens * ticks, waste * ticks))
+            self._states.append(
+                (ticks, state.running, state.waiting, state.shared_blocks, tokens * ticks, waste * ticks)
+            )
             if state.hole_slots:
                 self._in_holes += state.hole_slots * ticks
             if isinstance(state, Turn) and (state.group_blocks or state.behind_slots):
@@ -271,19 +275,20 @@ class _OverTime:
         end: int,
         times: RunTimes,
         ticks: Seq[int],
-        used: list[int],
+        used: int,
         tokens: int,
         waste: int,
     ) -> None:
         """Add steps so many ``ticks`` long; of the first, as `note`; each adds a token for each decoder."""
         if start < self.opening:
-            for step, (level, length) in enumerate(zip(used, ticks, strict=True)):
+            levels = accumulate(run.takes[1:], initial=used)
+            for step, (level, length) in enumerate(zip(levels, ticks, strict=True)):
                 wasted = waste + sum(slots for offset, slots in run.waste_begun if 0 < offset <= step)
                 self.note(run, start, start + length, level, tokens + step * run.decoders, wasted)
                 start += length
             return
-        self._used += used
-        self._ticks += ticks
+        self._runs.append((used, run.takes, ticks))
+        self._run_steps += run.steps
         total = end - start
         token_ticks, waste_ticks = tokens * total, waste * total
         steps = run.steps
@@ -340,9 +345,10 @@ class _OverTime:
             self._note_groups(blocks, most)
         self._of_groups.clear()
         self._waited = self._in_holes = 0
+        self._sure_levels = len(self._used)
+        self._sure_runs = len(self._runs)
         self._sure_states = len(self._states)
-        self._sure_levels = levels = len(self._used)
-        if levels > _SUMMED_AT_ONCE:
+        if self._sure_levels + self._run_steps > _SUMMED_AT_ONCE:
             self.sum_up()
 
     def _note_groups(self, blocks: Seq[int], most: Seq[int]) -> None:
@@ -359,14 +365,17 @@ class _OverTime:
         ticks_at, levels = self.ticks_at, self._sure_levels
         for used, ticks in zip(self._used[:levels], self._ticks[:levels], strict=True):
             ticks_at[used] += ticks
-        del self._used[:levels], self._ticks[:levels]
-        self._sure_levels = 0
+        for first, takes, lengths in self._runs[: self._sure_runs]:
+            for used, ticks in zip(accumulate(takes[1:], initial=first), lengths, strict=True):
+                ticks_at[used] += ticks
+        del self._used[:levels], self._ticks[:levels], self._runs[: self._sure_runs]
+        self._sure_levels = self._sure_runs = self._run_steps = 0
         if self._sure_states:
-            lengths, running, waiting, shared, tokens, waste = zip(
+            durations, running, waiting, shared, tokens, waste = zip(
                 *self._states[: self._sure_states], strict=True
             )
-            self.running += sum(map(mul, running, lengths))
-            self.waiting += sum(map(mul, waiting, lengths))
+            self.running += sum(map(mul, running, durations))
+            self.waiting += sum(map(mul, waiting, durations))
             self.tokens += sum(tokens)
             self.waste += sum(waste)
             self.running_max = max(self.running_max, *running)
@@ -558,40 +567,41 @@ class Metrics:
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
         self.evicted_blocks += run.evicted
-        used = [self.usable_blocks - run.free_blocks]
-        if steps > 1:
-            used = list(accumulate(run.takes[1:], initial=used[0]))
-        most = max(used) if run.levels else used[-1]
-        if most > self.peak_blocks:
-            self.peak_blocks = most
-        ticks = times.ticks(steps)
+        used, ticks = self.usable_blocks - run.free_blocks, times.ticks(steps)
         if run.levels:
-            self._over_time.note_levels(run, run.levels, start, ticks, used, self._block_slots)
+            levels = list(accumulate(run.takes[1:], initial=used))
+            most = max(levels)
+            self._over_time.note_levels(run, run.levels, start, ticks, levels, self._block_slots)
         else:
-            tokens = used[0] * self._block_slots - run.empty_slots
+            most = used + sum(run.takes) - run.takes[0]
+            tokens = used * self._block_slots - run.empty_slots
             waste = run.empty_slots - run.reserved_slots
             self._over_time.note_run(run, start, end, times, ticks, used, tokens, waste)
-        if run.sampled:
-            self._fold_gaps(times.first, 0, 1)
-            self._fold_samples(run.sampled, start + times.first)
-            self._start_decoding(run.started_decoding)
-            self._fold_gaps(times.second, times.growth, steps - 1)
-        elif isinstance(ticks, range):
-            self._fold_gaps(times.first, times.growth, steps)
+        if most > self.peak_blocks:
+            self.peak_blocks = most
+        if not run.sampled and isinstance(ticks, range):
+            if self._decoding:
+                self._gaps.add_all(ticks, self._decoding)
         else:
-            self._fold_gaps(times.first, 0, 1)
-            self._fold_gaps(times.second, times.growth, steps - 1)
+            self._fold_gaps(run, start, times)
         if run.finished:
             self._fold_finished(run.finished, end)
 
-    def _fold_gaps(self, first: int, growth: int, steps: int) -> None:
-        """Note times between tokens of those who decode without being visited."""
-        if not self._decoding or not steps:
+    def _fold_gaps(self, run: DecodeRun[Any], start: int, times: RunTimes) -> None:
+        """Note times between tokens of those who decode in a run without being visited, and who joins them."""
+        first, second, growth = times
+        if self._decoding:
+            self._gaps.add(first, self._decoding)
+        if run.sampled:
+            self._fold_samples(run.sampled, start + first)
+            self._start_decoding(run.started_decoding)
+        more = run.steps - 1
+        if not more or not self._decoding:
             return
         if growth:
-            self._gaps.add_all(range(first, first + steps * growth, growth), self._decoding)
+            self._gaps.add_all(range(second, second + more * growth, growth), self._decoding)
         else:
-            self._gaps.add(first, steps * self._decoding)
+            self._gaps.add(second, more * self._decoding)
 
     def note_live(self, live: Iterable[Live]) -> None:
         """End the account with the requests that never finished.

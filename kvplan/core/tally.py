@@ -13,7 +13,6 @@ from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence as Seq
 from itertools import accumulate
-from operator import mul
 from typing import Literal
 
 #: Values that are kept exactly (METRICS: percentiles).
@@ -25,8 +24,8 @@ _LOG_GROWTH = math.log(_BUCKET_GROWTH)
 SKETCH_ERROR = 0.0005
 #: The largest counted value that is kept exactly: there is a range up to it and an array of it.
 _LARGEST = (1 << 63) - 2
-#: Different counted values that a dictionary holds before they are packed.
-_LOOSE = 1 << 17
+#: Counted values that are held before they are packed; so few are sorted within a processor's cache.
+_LOOSE = 1 << 15
 #: Counts below this power of two stand in the low bits of a whole number, the value above them.
 _COUNT_BITS = 20
 _COUNT_MASK = (1 << _COUNT_BITS) - 1
@@ -177,6 +176,7 @@ class Counts:
         self._ranges: list[int] = []  # of `add_all`: each value with its count in the low bits
         self._packed: list[tuple[array[int], array[int]]] = []  # values in order, and their counts
         self._num_packed = 0
+        self._total = 0
         self._buckets: _Buckets | None = None
 
     def add(self, value: int, count: int = 1) -> None:
@@ -184,6 +184,7 @@ class Counts:
         if self._buckets is not None:
             self._buckets.add(value, count)
             return
+        self._total += value * count
         loose = self._loose
         loose[value] = loose.get(value, 0) + count
         if len(loose) > _LOOSE:
@@ -198,6 +199,7 @@ class Counts:
                 self.add(value, count)
         else:
             bits = _COUNT_BITS
+            self._total += len(values) * (values[0] + values[-1]) // 2 * count
             self._ranges += range(values.start << bits | count, values.stop << bits, values.step << bits)
             if len(self._ranges) > _LOOSE:
                 self._pack_ranges()
@@ -208,10 +210,9 @@ class Counts:
         self._pack_ranges()
         if self._buckets is not None:
             return self._buckets.summary()
-        total = sum(sum(map(mul, values, counts)) for values, counts in self._packed)
         largest = max((values[-1] for values, _ in self._packed), default=0)
         parts: list[Part] = [(values, list(accumulate(counts))) for values, counts in self._packed]
-        return Summary(parts, total, largest, exact=True)
+        return Summary(parts, self._total, largest, exact=True)
 
     def _pack_loose(self) -> None:
         values = sorted(self._loose)

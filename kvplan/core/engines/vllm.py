@@ -190,7 +190,10 @@ class Vllm:
 
     def decode_shape(self) -> tuple[int, int] | None:
         """(sequences, context tokens) of the next step if nothing but decodes can be in it, else None."""
-        return (self.cohort.size, self.cohort.context) if self._only_decodes() else None
+        if not self._only_decodes():
+            return None
+        cohort = self.cohort
+        return cohort.size, cohort.context
 
     def _only_decodes(self) -> bool:
         return not self.prefilling and (not self.waiting or self._head_is_blocked) and self.cohort.size > 0
