@@ -6,6 +6,7 @@ import csv
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from fractions import Fraction
+from itertools import accumulate
 from typing import Any
 
 from kvplan.core.engine import DecodeRun
@@ -80,14 +81,9 @@ class Timeline:
         )
 
     def _note_run(self, record: StepRecord, run: DecodeRun[Any]) -> None:
-        free, cached, start = run.free_blocks, run.cached_blocks, record.start
         assert record.times is not None, "a run has them"
-        ticks = record.times.ticks(run.steps)
-        for i in range(run.steps):
-            if i:
-                free -= run.takes[i]
-                cached = min(cached, free)  # blocks without content are taken first
-                start += ticks[i - 1]
+        starts = accumulate(record.times.ticks(run.steps), initial=record.start)
+        for i, (start, (free, cached)) in enumerate(zip(starts, run.pool_after(), strict=False)):
             used, tokens = self._usable - free, run.decoders
             self._draw(
                 Point(

@@ -17,12 +17,13 @@ there.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from itertools import chain
+from itertools import accumulate, chain
 from json import dumps
 from math import lcm, sqrt
+from operator import sub
 from typing import Generic, Literal, NamedTuple, TypeVar
 
 from kvplan.core.drafts import Drafting
@@ -476,7 +477,7 @@ class DecodeRun(Generic[S]):
     ``waste_begun`` has pairs of a step's place in the run and slots that from then on are known to stay empty.
     Sequences that finish do so in the last step. With a batch queue the batch processed in the first step may be of
     another kind: of it are ``sampled`` and ``started_decoding``, as in a `Turn`. With windows slots change in ways of
-    their own: ``levels`` has them after each step, in place of all that.
+    their own: ``levels`` has them after each step, in place of all that, and ``cached_levels`` the cached blocks.
     """
 
     steps: int
@@ -498,11 +499,19 @@ class DecodeRun(Generic[S]):
     levels: Levels | None = None
     sampled: Seq[S] = ()
     started_decoding: Seq[S] = ()
+    cached_levels: Seq[int] = ()
 
     @property
     def is_dead(self) -> bool:
         """False: somebody decodes."""
         return False
+
+    def pool_after(self) -> Iterator[tuple[int, int]]:
+        """Free blocks after each step, and those of them that hold reusable content."""
+        free = accumulate(self.takes[1:], sub, initial=self.free_blocks)
+        if self.cached_levels:
+            return zip(free, self.cached_levels, strict=True)
+        return ((left, min(self.cached_blocks, left)) for left in free)  # what has no content is taken first
 
     @property
     def first_work(self) -> StepWork:

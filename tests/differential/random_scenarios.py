@@ -287,8 +287,7 @@ COUNTS = (
 def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
     """As `compare_turn` for steps in which the same sequences decode."""
     evicted = 0
-    free, cached = run.free_blocks, run.cached_blocks
-    for i in range(run.steps):
+    for i, pool in enumerate(run.pool_after()):
         step = plain.turn()
         evicted += step.evicted
         assert [tokens for _, tokens in step.scheduled] == [1] * run.decoders
@@ -298,16 +297,11 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
             assert step.work == run.first_work
             sampled = {s.id for s in run.sampled}
             assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in run.sampled]
-        else:
-            free -= run.takes[i]
-            cached = min(cached, free)  # blocks without content are taken first
-        assert step.free_blocks == free
+        assert (step.free_blocks, step.cached_blocks) == pool
         if run.levels:
             *slots, groups = run.levels
             level = Level(*(column[i] for column in slots), [column[i] for column in groups])
             assert level_of(step) == level
-        else:
-            assert step.cached_blocks == cached
         assert not step.finished or i == run.steps - 1
     assert [s.id for s in step.finished] == [s.id for s in run.finished]
     assert (evicted, step.free_blocks_end) == (run.evicted, run.free_blocks_end)

@@ -310,22 +310,23 @@ class GroupBlocks:
         context = cohort.context
         ending = tuple(ending)
         taken: list[int] = []
+        cached: list[int] = []
         levels = Levels([], [], [], [[] for _ in pool.shelves] if len(pool.shelves) > 1 else [])
-        evicted = free = cached = shared = 0
+        evicted = free = shared = 0
         while len(taken) < steps:
             alike = 0
             if not ending and slots.is_plain:
                 alike = min(steps - len(taken), self._next_change() - cohort.step)
             first = not taken
             if alike > 0:
-                found = self._decode_alike(1 if first else alike, room_for_head, taken, levels)
+                found = self._decode_alike(1 if first else alike, room_for_head, taken, cached, levels)
             else:
-                found = self._decode_one(room_for_head, taken, levels, ending)
+                found = self._decode_one(room_for_head, taken, cached, levels, ending)
             if found is None:
                 break
             evicted += found
             if first:
-                free, cached, shared = pool.free, pool.idle, pool.shared
+                free, shared = pool.free, pool.shared
         if not taken:
             return None
         return DecodeRun(
@@ -335,11 +336,12 @@ class GroupBlocks:
             taken,
             evicted,
             free,
-            cached,
+            cached[0],
             shared,
             levels.empty_slots[0],
             levels.reserved_slots[0],
             levels=levels,
+            cached_levels=cached,
         )
 
     def _next_change(self) -> int:
@@ -350,7 +352,12 @@ class GroupBlocks:
         return min(due[0] if due else NEVER, self._slots.next_change)
 
     def _decode_one(
-        self, room_for_head: int | None, taken: list[int], levels: Levels, ending: tuple[Member, ...]
+        self,
+        room_for_head: int | None,
+        taken: list[int],
+        cached: list[int],
+        levels: Levels,
+        ending: tuple[Member, ...],
     ) -> int | None:
         """One step of `decode`; returns how many blocks lost their content, None if it must not be taken."""
         pool, cohort = self.pool, self.cohort
@@ -376,10 +383,11 @@ class GroupBlocks:
         for column, value in zip(levels.group_blocks, level.group_blocks, strict=True):
             column.append(value)
         taken.append(before - pool.free)
+        cached.append(pool.idle)
         return evicted
 
     def _decode_alike(
-        self, steps: int, room_for_head: int | None, taken: list[int], levels: Levels
+        self, steps: int, room_for_head: int | None, taken: list[int], cached: list[int], levels: Levels
     ) -> int | None:
         """Steps of `decode` in which decoders only take blocks, and drop blocks on their periods; as `_decode_one`.
 
@@ -408,6 +416,7 @@ class GroupBlocks:
             blank += dropped - wanted
             free += dropped - wanted
             taken.append(wanted - dropped)
+            cached.append(free - blank)
             done += 1
         if not done:
             return None
