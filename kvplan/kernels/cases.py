@@ -209,6 +209,7 @@ def problem(variant: Variant, case: Case, *, seed: int = 0) -> Problem:
         dtype=variant.dtype,
         weights=variant_weights(variant),
         tokens=max(case.context_lens),
+        soft_cap=scores.soft_cap,
     )
     live = _live_slots(case, readable, num_blocks)
     arrays: dict[str, Array] = {

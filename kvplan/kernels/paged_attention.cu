@@ -85,6 +85,13 @@ __device__ __forceinline__ float fast_exp2(float x) {
     return y;
 }
 
+// shim: fast_reciprocal. 1 / x, one unit in the last place; 1 / inf is 0.
+__device__ __forceinline__ float fast_reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 #if __CUDA_ARCH__ >= 800
 // shim: mma_m16n8k16_f16, mma_m16n8k16_bf16. d += a x b in the fragment layout of the PTX manual: with g = lane / 4 and
 // q = lane % 4, a holds (row g, columns 2q 2q+1), (row g+8, same), (row g, columns 2q+8 2q+9), (row g+8, same);
@@ -376,12 +383,12 @@ struct Options {
 // What turns the product of a query head and a stored key into a score in units of log2.
 template <class O>
 struct Scoring {
-    float scale;  // of the product; with a soft cap its result is in units of the cap
+    float scale;  // of the product; with a soft cap its result is twice the score in units of the cap
     float cap;
 
     __device__ __forceinline__ Scoring(const PagedAttentionParams& p, int kv_head) {
         const float key_scale = p.key_scale == nullptr ? 1.0f : ldg(p.key_scale + (long long)kv_head * p.scale_stride);
-        scale = p.scale * key_scale * (O::SOFT_CAP ? 1.0f / p.soft_cap : LOG2_E);
+        scale = p.scale * key_scale * (O::SOFT_CAP ? 2.0f / p.soft_cap : 1.0f) * LOG2_E;
         cap = O::SOFT_CAP ? p.soft_cap * LOG2_E : 0.0f;
     }
 
@@ -392,7 +399,8 @@ struct Scoring {
     // The score over a reference. `distance` is token + 1 - context: 0 for the newest token, which ALiBi leaves alone.
     __device__ __forceinline__ float operator()(float product, int distance, float slope, float reference) const {
         const float shift = O::ALIBI ? slope * (float)distance - reference : -reference;
-        if (O::SOFT_CAP) return fmaf(cap, tanhf(product * scale), shift);
+        // tanh(x) = 1 - 2 / (1 + e^2x): off by 2^-21 of the cap at most, and no branch.
+        if (O::SOFT_CAP) return fmaf(-2.0f * cap, fast_reciprocal(1.0f + fast_exp2(product * scale)), cap + shift);
         return fmaf(product, scale, shift);
     }
 };

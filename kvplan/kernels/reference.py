@@ -25,6 +25,9 @@ Ints = NDArray[np.integer[Any]]
 _LAMBDA = 6.0
 #: Of ``ex2.approx.ftz.f32`` (PTX manual).
 _EXP2_ERROR = 2.0**-22
+#: Of 1 - 2 / (1 + e^2x) for tanh(x): half of that of ``ex2.approx``, a rounding, and twice that of ``rcp.approx``, a
+#: unit in the last place (PTX manual).
+_TANH_ERROR = 2.0**-21
 
 
 @dataclass(frozen=True)
@@ -160,11 +163,14 @@ class Tolerance:
         return np.inf if np.isnan(worst) else worst
 
 
-def tolerance(expected: Expected, *, head_dim: int, dtype: str, weights: str, tokens: int) -> Tolerance:
+def tolerance(
+    expected: Expected, *, head_dim: int, dtype: str, weights: str, tokens: int, soft_cap: float = 0.0
+) -> Tolerance:
     """How far a kernel may be from ``expected``, from the formats alone.
 
     ``dtype`` is the output's format, ``weights`` the one in which the softmax's weights multiply the values (float32 on
-    CUDA cores; the cache's own, or float16 for an fp8 cache, on tensor cores), ``tokens`` the longest context.
+    CUDA cores; the cache's own, or float16 for an fp8 cache, on tensor cores), ``tokens`` the longest context;
+    ``soft_cap`` as in ``Scores``.
 
     With u = 2^-precision of a format, u32 = 2^-24 and lambda = 6:
 
@@ -172,8 +178,9 @@ def tolerance(expected: Expected, *, head_dim: int, dtype: str, weights: str, to
     * each weight is rounded on its own: lambda u(weights) sqrt(sum (p v)^2), and below the normal numbers (float16,
       where the largest weight is at least 1) by half a quantum, all to one side: 2^-25 sum |v|;
     * the product of query and key is a sum of head_dim terms in float32, and the score is scaled, shifted and
-      subtracted, which moves a score by at most ``s`` = u32 (lambda sqrt(head_dim) sum|q k| scale + 4 |score|);
-      a weight and their sum by 2 s + 2 x 2^-22, that of ``ex2.approx`` twice; times sum p |v|;
+      subtracted, which moves a score by at most ``s`` = u32 (lambda sqrt(head_dim) sum|q k| scale + 4 |score|),
+      and with a soft cap by 2^-21 of the cap more; a weight and their sum by 2 s + 2 x 2^-22, that of ``ex2.approx``
+      twice; times sum p |v|;
     * sums over tokens in float32: lambda sqrt(tokens) u32, twice (values and weights); times sum p |v|.
 
     A logarithm of a sum of weights moves by the same, without the values, and is itself rounded. Rounding errors are
@@ -181,7 +188,10 @@ def tolerance(expected: Expected, *, head_dim: int, dtype: str, weights: str, to
     """
     out, weight = number_format(dtype), number_format(weights)
     u32 = number_format("float32").unit_roundoff
-    moved = u32 * (_LAMBDA * np.sqrt(head_dim) * expected.products + 4 * expected.largest_score)
+    moved = (
+        u32 * (_LAMBDA * np.sqrt(head_dim) * expected.products + 4 * expected.largest_score)
+        + _TANH_ERROR * soft_cap
+    )
     shared = 2 * moved + 2 * _EXP2_ERROR + 2 * _LAMBDA * np.sqrt(max(tokens, 1)) * u32
     finite_lse = np.where(np.isfinite(expected.lse), np.abs(expected.lse), 0.0)
     return Tolerance(

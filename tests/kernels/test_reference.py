@@ -158,6 +158,18 @@ def test_a_token_too_many_or_too_few_is_not_allowed() -> None:
         assert allowed.excess(expected, other.output, other.lse) > 3
 
 
+def test_a_soft_cap_is_allowed_the_error_of_its_tanh() -> None:
+    expected, _ = judged()
+    x = np.linspace(-12, 12, 200_001, dtype=np.float32)
+    fast = np.float32(1) - np.float32(2) / (np.float32(1) + np.exp2(x * np.float32(2 / np.log(2))))
+    plain, capped = (
+        tolerance(expected, head_dim=HEAD_DIM, dtype="float32", weights="float32", tokens=40, soft_cap=cap)
+        for cap in (0.0, 50.0)
+    )
+    allowed = float(np.min(capped.lse - plain.lse)) / 2 / 50
+    assert allowed / 8 < np.abs(fast - np.tanh(x.astype(np.float64))).max() < allowed
+
+
 def test_a_missing_number_is_never_valid() -> None:
     expected, _ = judged()
     allowed = tolerance(expected, head_dim=HEAD_DIM, dtype="float16", weights="float16", tokens=40)

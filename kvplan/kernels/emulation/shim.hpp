@@ -171,6 +171,7 @@ template <class T> constexpr T max(T a, T b) { return a < b ? b : a; }
 // The twins of the source's own functions.
 
 inline float fast_exp2(float value) { return exp2f(value); }
+inline float fast_reciprocal(float value) { return 1.0f / value; }
 
 inline uint4 ldg128(const void* address, kv_emulation::Site site = kv_emulation::Site::here()) {
   kv_emulation::touch(address, 16, false, site);
