@@ -344,8 +344,8 @@ def test_a_closed_standard_input_is_an_error(cli: Cli, command: str, monkeypatch
 
 def test_standard_input_is_read_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     log = (
-        b"Avg prompt throughput: 1.0 tokens/s, Avg generation throughput: 1.0 tokens/s, "
-        b"Running: 1 reqs, Waiting: 0 reqs\n"
+        b"INFO 12-01 10:00:00 [loggers.py:259] Engine 000: Avg prompt throughput: 1.0 tokens/s, Avg generation "
+        b"throughput: 1.0 tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 1.0%\n"
     )
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log)))
     outcome = cli("audit - --trace -")
