@@ -215,11 +215,13 @@ Options = TypeVar("Options", bound=ServingOptions)
 
 
 def settings_dict(settings: Settings) -> dict[str, object]:
-    """The ``config`` block of the JSON contract; infinity, for which JSON has no number, is text as in a flag."""
-    return {
-        name: {"value": "inf" if s.value == inf else s.value, "source": s.source}
-        for name, s in sorted(settings.items())
-    }
+    """The ``config`` block of the JSON contract."""
+    return {name: {"value": json_value(s.value), "source": s.source} for name, s in sorted(settings.items())}
+
+
+def json_value(value: object) -> object:
+    """The value of an option in a document: infinity, for which JSON has no number, is text as in a flag."""
+    return "inf" if value == inf else value
 
 
 _POSITIVE = (

@@ -93,8 +93,11 @@ def choose_constants(gpu: Gpu | None, costs: EngineCosts) -> ChosenConstants:
 def gpu_rates(gpu: Gpu | None) -> GpuRates:
     """What the datasheet promises. Raises `InputError` where it is not known."""
     if gpu is None or gpu.bandwidth_bytes_per_s is None or gpu.flops_fp16 is None:
+        name = "another GPU" if gpu is not None else "the GPU"
         raise InputError(
-            "the GPU's bandwidth and FLOP/s are not known", where="--gpu", hint="give --step-time"
+            "the GPU's bandwidth and FLOP/s are not known",
+            where="--gpu",
+            hint=f"name {name} with --gpu, or simulate with --step-time",
         )
     both_ways = gpu.interconnect_bytes_per_s or 2 * gpu.host_bytes_per_s
     return GpuRates(

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvplan.cli import options as shared
+from kvplan.errors import InputError
 
 
 def register(app: typer.Typer) -> None:
@@ -71,10 +72,11 @@ def kernel_bench(
 ) -> None:
     """Validate the paged-attention kernels on this GPU, and time them beside its memory's bandwidth."""
     from kvplan.jobs.kernel_bench import KernelBenchOptions, kernel_bench_with
+    from kvplan.units import parse_count
 
     options = KernelBenchOptions(
-        dtype=_names(dtype),
-        kv_cache_dtype=_names(kv_cache_dtype),
+        dtype=_names(dtype, "--dtype"),
+        kv_cache_dtype=_names(kv_cache_dtype, "--kv-cache-dtype"),
         heads=_counts(heads, "--heads"),
         kv_heads=_counts(kv_heads, "--kv-heads"),
         head_dim=_counts(head_dim, "--head-dim"),
@@ -83,9 +85,11 @@ def kernel_bench(
         seq=_counts(seq, "--seq"),
         model=model,
         models=models,
-        tensor_parallel_size=_counts(tensor_parallel_size or "1", "--tensor-parallel-size")[0],
-        kernel=_names(kernel),
-        against=_names(against),
+        tensor_parallel_size=parse_count(
+            "1" if tensor_parallel_size is None else tensor_parallel_size, where="--tensor-parallel-size"
+        ),
+        kernel=_names(kernel, "--kernel"),
+        against=_names(against, "--against"),
         arch=_counts(arch, "--arch"),
         validate_only=validate_only,
         compile_only=compile_only,
@@ -98,6 +102,8 @@ def kernel_bench(
 
         check_output_paths({"--picture": picture}, sources=[path for path in (model, models) if path])
         check_picture(picture, "--picture")
+        if options.mode != "time":
+            raise InputError("a picture is of times", where="--picture", hint="leave it out")
     result = kernel_bench_with(options, _progress())
     if json:
         shared.print_json(result.to_dict())
@@ -118,14 +124,19 @@ def kernel_bench(
         raise typer.Exit(1)
 
 
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in (text or "").split(",") if part.strip())
+def _names(text: str | None, where: str) -> tuple[str, ...]:
+    if text is None:
+        return ()
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise InputError("the list is empty", where=where, hint="name at least one, or leave the flag out")
+    return names
 
 
 def _counts(text: str | None, where: str) -> tuple[int, ...]:
     from kvplan.units import parse_count
 
-    return tuple(parse_count(part, where=where) for part in _names(text))
+    return tuple(parse_count(part, where=where) for part in _names(text, where))
 
 
 def _progress() -> Callable[[int, int, str], None] | None:

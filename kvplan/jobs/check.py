@@ -231,6 +231,7 @@ class PlannedCheck:
     options: SizeOptions | SimulateOptions
     origins: Mapping[str, str]
     expectations: tuple[_Expectation, ...]
+    allow_uncalibrated: bool = False
     command: VllmCommand | None = None
     deployment_file: str | None = None
 
@@ -252,7 +253,9 @@ class PlannedCheck:
     def _document(self) -> tuple[Mapping[str, object], tuple[str, ...]]:
         """The figures, and the warnings that came with them."""
         if isinstance(self.options, SimulateOptions):
-            result = Simulation(self.subject, self.options, self.origins).run()
+            simulation = Simulation(self.subject, self.options, self.origins)
+            self._refuse_uncalibrated(simulation)
+            result = simulation.run()
             if result.simulation["status"] == "interrupted":
                 raise KeyboardInterrupt  # figures of a part are no ground for a verdict
             if result.simulation["status"] == "stuck":
@@ -260,6 +263,19 @@ class PlannedCheck:
             return result.to_dict(), result.warnings
         sized = size_with(self.subject, self.options, self.origins, seq_sets_length=self.command is None)
         return sized.to_dict(), sized.warnings
+
+    def _refuse_uncalibrated(self, simulation: Simulation) -> None:
+        """Refuse figures of time where the calibration does not hold, which only its deployment tells."""
+        if self.allow_uncalibrated or simulation.is_calibrated:
+            return
+        for expectation in self.expectations:
+            if expectation.path.startswith(_TIME_FIGURES):
+                simulation.trace.close()
+                raise InputError(
+                    f"{expectation.figure} depends on step times, which are not calibrated here: "
+                    + "; ".join(simulation.calibration_warnings),
+                    hint="give another calibration, or add allow_uncalibrated: true to the check",
+                )
 
     def _judge(self, expectation: _Expectation, document: Mapping[str, object]) -> Verdict:
         value = _find(document, expectation)
@@ -333,12 +349,13 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
         origins["margin"] = "default of a check"
-    uncalibrated = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
+    asked = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
+    allow_uncalibrated = asked is not None and asked.value() is True
     expectations = _expectations(
         given,
         name,
         entry.place,
-        allow_time=uncalibrated is not None and uncalibrated.value() is True,
+        allow_time=allow_uncalibrated,
         calibration=options.calibration,
     )
     return PlannedCheck(
@@ -348,6 +365,7 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         options,
         origins,
         expectations,
+        allow_uncalibrated,
         command,
         _deployment_file(given, path),
     )

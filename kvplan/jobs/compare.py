@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvplan.errors import DoesNotFit, InputError, unknown_name
 from kvplan.jobs.simulate import SimulateResult, Simulation
-from kvplan.options import SimulateOptions, flag, read_option
+from kvplan.options import SimulateOptions, flag, json_value, read_option
 
 Changes = Mapping[str, object]
 
@@ -75,7 +75,10 @@ class ComparedRun:
 
     def to_dict(self) -> dict[str, object]:
         """An entry of ``runs``: the document of `simulate`, or the reason why there is none."""
-        entry: dict[str, object] = {"changes": dict(self.changes), "differs_by": self.differs_by}
+        entry: dict[str, object] = {
+            "changes": {name: json_value(value) for name, value in self.changes.items()},
+            "differs_by": self.differs_by,
+        }
         if self.result is None:
             return {**entry, "error": self.error.to_dict() if self.error else None}
         return {**entry, "best": list(self.best), **self.result.to_dict()}

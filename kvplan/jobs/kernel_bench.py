@@ -277,6 +277,11 @@ def _check(options: KernelBenchOptions) -> None:
         raise InputError("--arch has no effect on a run", where="--arch", hint="give --compile-only")
     if options.against and options.mode != "time":
         raise InputError("--against compares times", where="--against", hint="leave it out")
+    if options.model is None and (options.models is not None or options.tensor_parallel_size != 1):
+        where = "--models" if options.models is not None else "--tensor-parallel-size"
+        raise InputError(
+            f"{where} has no effect without a model", where=where, hint="give --model, or leave it out"
+        )
     if options.step:
         _check_step(options)
 

@@ -290,6 +290,11 @@ class Simulation:
         return self._plan.clock.slowdowns
 
     @property
+    def is_calibrated(self) -> bool:
+        """Whether step times are those of a calibration."""
+        return self._plan.clock.is_calibrated
+
+    @property
     def calibration_warnings(self) -> tuple[str, ...]:
         """Why the calibration's step times are not used, or only carried over."""
         return self._plan.clock.calibration_warnings
@@ -709,6 +714,7 @@ class _Clock(NamedTuple):
     slowdowns: tuple[float, float] | None = None
     front_end: int = 0
     calibration_warnings: tuple[str, ...] = ()
+    is_calibrated: bool = False
 
 
 def _clock(
@@ -755,7 +761,14 @@ def _clock(
     slowdowns = None if error is None else error.slowdowns
     front_end = round(chosen.constants.api_s * PICOSECONDS)
     return _Clock(
-        price, cost.decode, Fraction(1, PICOSECONDS), model, slowdowns, front_end, calibration_warnings
+        price,
+        cost.decode,
+        Fraction(1, PICOSECONDS),
+        model,
+        slowdowns,
+        front_end,
+        calibration_warnings,
+        is_calibrated=calibrated is not None,
     )
 
 

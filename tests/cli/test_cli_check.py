@@ -623,3 +623,29 @@ def test_a_calibration_of_memory_is_none_of_step_times(cli: Cli, tmp_path: Path)
         "times)\n"
     )
     assert cli("check c.yaml --json").document["error"]["where"] == "c.yaml:4:71"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("gpu: l40s, max_model_len: 4096", "GPU h100-80gb there, l40s here"),
+        ("step_time: 0.01", "--step-time is given"),
+    ],
+)
+def test_a_calibration_that_is_not_used_is_no_ground_for_times(
+    cli: Cli, tmp_path: Path, options: str, reason: str
+) -> None:
+    (tmp_path / "kept.yaml").write_text(MEMORY + STEPS)
+    check = (
+        f"name: a, trace: chat, limit: 5, calibration: kept.yaml, {options}, expect: {{ttft_p95_s: '<= 1'}}"
+    )
+    head = "version: 1\nengine: vllm@0.33\nchecks:\n"
+    (tmp_path / "c.yaml").write_text(f"{head}  - {{{check}}}\n")
+    outcome = cli("check c.yaml")
+    assert outcome.code == 2
+    assert (
+        f"which are not calibrated here: calibration of a.log:1: its step times are not used: {reason}"
+        in (outcome.err.replace("steps.csv", "a.log:1"))
+    )
+    (tmp_path / "c.yaml").write_text(f"{head}  - {{{check}, allow_uncalibrated: true}}\n")
+    assert cli("check c.yaml").code == 0

@@ -138,3 +138,8 @@ def test_sizing_counts_reservations(cli: Cli) -> None:
         for engine in ("paged", "orca-oracle", "orca-max", "static")
     }
     assert found == {"paged": 30, "orca-oracle": 30, "orca-max": 7, "static": 7}
+
+
+def test_an_infinite_value_is_text_in_the_document(cli: Cli) -> None:
+    document = cli("compare chat --limit 3 --request-rate 4 --vary burstiness=1,inf --json").document
+    assert [run["changes"]["burstiness"] for run in document["runs"]] == [1.0, "inf"]

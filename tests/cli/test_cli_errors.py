@@ -6,6 +6,7 @@ texts; a new command is added as a line ``$ kvplan ...``.
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -338,4 +339,17 @@ def test_a_closed_standard_input_is_an_error(cli: Cli, command: str, monkeypatch
     assert (outcome.code, outcome.out) == (2, "")
     assert outcome.err == (
         "kvplan: error: standard input is closed (-)\ngive a file, or open standard input\n"
+    )
+
+
+def test_standard_input_is_read_once(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = (
+        b"INFO 12-01 10:00:00 [loggers.py:259] Engine 000: Avg prompt throughput: 1.0 tokens/s, Avg generation "
+        b"throughput: 1.0 tokens/s, Running: 1 reqs, Waiting: 0 reqs, GPU KV cache usage: 1.0%\n"
+    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(log)))
+    outcome = cli("audit - --trace -")
+    assert (outcome.code, outcome.err) == (
+        2,
+        "kvplan: error: standard input was read already (-)\ngive one of the two as a file\n",
     )

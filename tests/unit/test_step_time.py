@@ -121,7 +121,7 @@ def test_windows_and_states_are_kinds_of_their_own() -> None:
 def test_without_rates_or_weights_a_step_time_is_asked_for() -> None:
     with pytest.raises(InputError, match="the GPU's bandwidth and FLOP/s are not known") as caught:
         latency_model(served("llama-3.1-8b", "gb10"))
-    assert caught.value.hint == "give --step-time"
+    assert caught.value.hint == "name another GPU with --gpu, or simulate with --step-time"
     with pytest.raises(InputError, match="bandwidth"):
         gpu_rates(None)
 
