@@ -251,11 +251,13 @@ _POSITIVE = (
 #: The plain engine keeps several numbers for each block.
 _MAX_BLOCKS = 10**8
 _POSITIVE_TIMES = ("step_time", "rate_scale", "request_rate", "slo_ttft", "slo_tpot", "slo_e2e")
+#: More than any model has layers; each stage is a batch in flight.
+_MAX_STAGES = 1024
 #: Wider than any pool or context there is; what lies above is a mistake.
 _MAX_COUNT = 10**10
 
 
-_MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES}
+_MOST = {"num_gpu_blocks_override": _MAX_BLOCKS, "n": MAX_SAMPLES, "pipeline_parallel_size": _MAX_STAGES}
 #: Numbers with ranges of their own, which infinity and NaN are outside of too.
 _RANGES: tuple[tuple[str, Callable[[float], bool], str], ...] = (
     (
