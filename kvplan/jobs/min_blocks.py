@@ -11,9 +11,6 @@ from kvplan.errors import InputError
 from kvplan.jobs.simulate import SimulateResult, Simulation, Watch, replay
 from kvplan.options import CONTIGUOUS_ENGINES, SimulateOptions, parse_engine
 
-#: A pool that no trace fills; what it costs does not depend on its size.
-_UNBOUNDED = 10**8
-
 
 class Goal(NamedTuple):
     """``text`` as given; ``met`` judges a run."""
@@ -100,7 +97,7 @@ def find_min_blocks(
     """
     tried: dict[int, bool] = {}
 
-    def with_pool(blocks: int) -> Simulation:
+    def with_pool(blocks: int | None) -> Simulation:
         return Simulation(source, options, origins, num_gpu_blocks=blocks)
 
     def meets(blocks: int) -> bool:
@@ -110,15 +107,18 @@ def find_min_blocks(
             tried[blocks] = all_served and _is_met(result, goal)
         return tried[blocks]
 
-    in_endless = with_pool(_UNBOUNDED)
+    as_given = with_pool(None)
+    as_given.trace.close()
+    most = as_given.endless_pool
+    in_endless = with_pool(most)
     endless = replay(in_endless, watch)
-    tried[_UNBOUNDED] = _is_met(endless, goal)
-    if not tried[_UNBOUNDED]:
+    tried[most] = _is_met(endless, goal)
+    if not tried[most]:
         return MinBlocks(goal.text, None, "not even an endless pool meets it", tuple(tried.items()))
     enough, least = endless.kv.peak_blocks + 1, in_endless.least_pool
     high = max(least, enough)
     while not meets(high):
-        high = min(2 * high, _UNBOUNDED)
+        high = min(2 * high, most)
     if high == enough and goal.is_no_preemption and not endless.prefix_cache.enabled:
         proof = "sufficient: one more than an endless pool ever used, confirmed by a run"
         return MinBlocks(goal.text, high, proof, tuple(tried.items()))

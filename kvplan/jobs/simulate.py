@@ -57,6 +57,8 @@ from kvplan.units import counted
 DEFAULT_MODEL = "llama-3.1-8b"
 DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
+#: What an engine whose costs do not depend on its pool takes for endless.
+_ENDLESS = 10**8
 #: Seconds of a step where neither model nor GPU is named.
 DEFAULT_STEP_TIME = 0.02
 
@@ -325,6 +327,18 @@ class Simulation:
     def least_pool(self) -> int:
         """Blocks with which the engine starts; a scenario starts with any, so two."""
         return 2 if self.trace.scenario is not None else self._plan.config.least_pool
+
+    @property
+    def endless_pool(self) -> int:
+        """A number of blocks that no run fills: with it nobody is preempted.
+
+        The plain engine keeps numbers for each block, so there it is twice what as many of the longest sequences as run
+        at once can hold, which leaves room for content that nobody uses.
+        """
+        config = self._plan.config
+        if has_fast_path(config):
+            return _ENDLESS
+        return min(_ENDLESS, max(1 << 20, 2 * config.max_num_seqs * config.least_pool))
 
     @property
     def given_slots(self) -> int | None:

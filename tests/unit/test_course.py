@@ -14,7 +14,9 @@ from kvplan.options import SimulateOptions
 def course_of(folder: Path, *lines: dict[str, object], blocks: int = 100) -> Course:
     path = folder / "t.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    options = SimulateOptions(num_gpu_blocks_override=blocks, step_time=0.1, max_model_len=400)
+    options = SimulateOptions(
+        num_gpu_blocks_override=blocks, step_time=0.1, max_model_len=400, async_scheduling=False
+    )
     simulation = Simulation(str(path), options)
     course = Course(simulation.usable_blocks)
     simulation.run(turns=[course])
