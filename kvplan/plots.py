@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 
 class Point(NamedTuple):
-    """The pool and the queues after a step's scheduling; ``start`` is its tick."""
+    """The pool and the queues after a step's scheduling; ``start`` is its tick.
+
+    With several cache groups ``group_blocks`` has the blocks in use by each; ``behind_slots`` hold tokens that no
+    window reaches any more.
+    """
 
     step: int
     start: int
@@ -28,6 +32,8 @@ class Point(NamedTuple):
     scheduled_tokens: int
     preempted: int
     hit_rate: float | None
+    behind_slots: int = 0
+    group_blocks: Sequence[int] = ()
 
 
 class Bar(NamedTuple):
@@ -55,8 +61,17 @@ def check_picture(path: str, option: str) -> None:
     require_matplotlib(path)
 
 
-def draw_timeline(path: Path, points: Sequence[Point], usable_blocks: int, scale: Fraction | None) -> None:
-    """Draw blocks by kind, queue lengths, hit rate and preemptions over time into a PNG or SVG file."""
+def draw_timeline(
+    path: Path,
+    points: Sequence[Point],
+    usable_blocks: int,
+    scale: Fraction | None,
+    group_kinds: Sequence[str] = (),
+) -> None:
+    """Draw blocks by kind, queue lengths, hit rate and preemptions over time into a PNG or SVG file.
+
+    With several cache groups, whose kinds are given, the blocks of each kind too.
+    """
     from matplotlib.figure import Figure
 
     times = [seconds(point.start, scale) if scale else point.step for point in points]
@@ -66,6 +81,10 @@ def draw_timeline(path: Path, points: Sequence[Point], usable_blocks: int, scale
     pool, queues = figure.subplots(2, 1, sharex=True)
     pool.fill_between(times, used, step="post", alpha=0.6, label="in use")
     pool.fill_between(times, used, kept, step="post", alpha=0.25, label="cached, free")
+    for kind in dict.fromkeys(group_kinds if len(group_kinds) > 1 else ()):
+        own = [number for number, other in enumerate(group_kinds) if other == kind]
+        share = [100 * sum(point.group_blocks[number] for number in own) / usable_blocks for point in points]
+        pool.step(times, share, where="post", linewidth=1, label=f"in use, {kind} groups")
     rates = [float("nan") if p.hit_rate is None else 100 * p.hit_rate for p in points]
     pool.plot(times, rates, color="tab:green", linewidth=1, label="prefix hit rate so far")
     preempted = [time for time, point in zip(times, points, strict=True) if point.preempted]

@@ -320,7 +320,13 @@ def _run(
         if timeline is not None:
             from kvplan.timeline import Timeline  # only such runs draw
 
-            columns = Timeline(timeline, simulation.usable_blocks, scale)
+            columns = Timeline(
+                timeline,
+                simulation.usable_blocks,
+                scale,
+                group_kinds=simulation.group_kinds,
+                block_slots=simulation.block_slots,
+            )
             turns.append(outputs.enter_context(columns.writing()))
         progress = _progress()
         if progress is not None:

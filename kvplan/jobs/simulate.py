@@ -329,6 +329,20 @@ class Simulation:
         return 2 if self.trace.scenario is not None else self._plan.config.least_pool
 
     @property
+    def group_kinds(self) -> tuple[str, ...]:
+        """The kinds of the cache groups; none where one full group, or another engine, keeps all tokens."""
+        scheduler = self._plan.scheduler
+        if scheduler is None or [group.kind for group in scheduler.groups] == ["full"]:
+            return ()
+        return tuple(group.kind for group in scheduler.groups)
+
+    @property
+    def block_slots(self) -> int:
+        """Slots of a block, as they are counted."""
+        scheduler = self._plan.scheduler
+        return self._plan.config.block_size if scheduler is None else scheduler.block_slots
+
+    @property
     def endless_pool(self) -> int:
         """A number of blocks that no run fills: with it nobody is preempted.
 

@@ -117,6 +117,21 @@ def test_events_tell_what_each_preemption_cost(cli: Cli, tmp_path: Path, engine:
     assert costliest[:10] == [case["lost_s"] for case in figures["worst"]]
 
 
+def test_a_timeline_shows_each_cache_group_as_both_engines_have_it(cli: Cli, tmp_path: Path) -> None:
+    command = "simulate chat --limit 12 --model gemma-3-27b --gpu h100 --max-model-len 16384"
+    assert cli(f"{command} --timeline fast.csv").code == 0
+    assert cli(f"{command} --timeline plain.csv --events e.jsonl").code == 0
+    assert (tmp_path / "fast.csv").read_text() == (tmp_path / "plain.csv").read_text()
+    with (tmp_path / "fast.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    names = [name for name in rows[0] if name.startswith("group_")]
+    assert names == [f"group_{number}_sliding_blocks" for number in range(6)] + ["group_6_full_blocks"]
+    for row in rows:
+        assert sum(int(row[name]) for name in names) == int(row["used_blocks"])
+        assert 0 <= float(row["behind_window_share"]) < 1
+    assert any(float(row["behind_window_share"]) for row in rows)
+
+
 def test_a_victim_that_comes_back_tells_what_it_found(cli: Cli, tmp_path: Path) -> None:
     """Two steps later a block of its 22 tokens is found, and the rest computed with its next: steps 7 to 9."""
     cli(f"simulate {GOLDENS / '05_preempt_single.scenario.json'} --step-time 0.02 --events e.jsonl")
