@@ -8,7 +8,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +294,7 @@ def test_a_picture_of_many_steps_has_few_points_but_all_preemptions_and_the_peak
     pytest.importorskip("matplotlib")
     drawn: list[Sequence[Point]] = []
 
-    def draw(path: Path, points: Sequence[Point], usable_blocks: int, scale: Fraction | None) -> None:
+    def draw(path: Path, points: Sequence[Point], *_: object) -> None:
         drawn.append(points)
 
     monkeypatch.setattr("kvplan.timeline.draw_timeline", draw)
@@ -312,7 +311,7 @@ def test_a_picture_of_many_steps_has_few_points_but_all_preemptions_and_the_peak
 @pytest.mark.parametrize("suffix", ["png", "svg"])
 def test_a_timeline_can_be_a_picture(cli: Cli, tmp_path: Path, suffix: str) -> None:
     pytest.importorskip("matplotlib")
-    assert cli(f"simulate chat --limit 5 --timeline t.{suffix}").code == 0
+    assert cli(f"simulate chat --model gpt-oss-20b --limit 5 --timeline t.{suffix}").code == 0
     assert set(listing(tmp_path)) == {f"t.{suffix}"}
 
 
