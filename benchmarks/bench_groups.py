@@ -1,7 +1,6 @@
 """CPU seconds of simulations with several cache groups, on one core: engine, clock and metrics, and reading the trace.
 
-Models with their real groups, and full attention with one window, on a trace of requests (by default the longest Azure
-one that is shipped). Says which engine ran.
+Models with their real groups (gpt-oss-20b: full attention and one window) on a trace. Says which engine ran.
 
 Usage: python benchmarks/bench_groups.py [--trace FILE] [--limit N] [--repeat N] [--json]
 """
@@ -32,6 +31,7 @@ WAYS: list[tuple[str, dict[str, object]]] = [
     ("asynchronous", {"async_scheduling": True}),
     ("synchronous", {"async_scheduling": False}),
     ("no prefix cache", {"async_scheduling": True, "enable_prefix_caching": False}),
+    ("20 ms a step", {"async_scheduling": True, "step_time": 0.02}),
 ]
 
 

@@ -101,9 +101,9 @@ def kernel_bench(
         from kvplan.plots import check_picture
 
         check_output_paths({"--picture": picture}, sources=[path for path in (model, models) if path])
-        check_picture(picture, "--picture")
         if options.mode != "time":
             raise InputError("a picture is of times", where="--picture", hint="leave it out")
+        check_picture(picture, "--picture")
     result = kernel_bench_with(options, _progress())
     if json:
         shared.print_json(result.to_dict())

@@ -461,12 +461,16 @@ class Level(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The same after each of several steps, by column; ``group_blocks`` has one for each group if there are several."""
+    """The same after each of several steps, by column; ``group_blocks`` has one for each group if there are several.
+
+    ``shared_blocks`` are used by more than one sequence, as in a `Turn`.
+    """
 
     empty_slots: list[int]
     reserved_slots: list[int]
     behind_slots: list[int]
     group_blocks: list[list[int]]
+    shared_blocks: list[int]
 
 
 @dataclass(slots=True)

@@ -321,13 +321,14 @@ class _OverTime:
         total = sum(ticks)
         if not total:
             return
-        self._used += used
-        self._ticks += ticks
+        inside = next(place for place, length in enumerate(ticks) if length)
+        self._used += used[inside:]
+        self._ticks += ticks[inside:]
         empty = sum(map(mul, levels.empty_slots, ticks))
         tokens = block_slots * sum(map(mul, used, ticks)) - empty
         waste = empty - sum(map(mul, levels.reserved_slots, ticks))
-        self._states.append((total, run.running, run.waiting, run.shared_blocks, tokens, waste))
-        inside = next(place for place, length in enumerate(ticks) if length)
+        shared = max(levels.shared_blocks[inside:])
+        self._states.append((total, run.running, run.waiting, shared, tokens, waste))
         self._of_groups.append(
             (
                 sum(map(mul, levels.behind_slots, ticks)),

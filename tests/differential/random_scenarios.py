@@ -299,9 +299,9 @@ def compare_run(plain: VllmPlain, run: DecodeRun[Any]) -> Turn[Any]:
             assert [s.id for s in step.sampled if s.id in sampled] == [s.id for s in run.sampled]
         assert (step.free_blocks, step.cached_blocks) == pool
         if run.levels:
-            *slots, groups = run.levels
+            *slots, groups, shared = run.levels
             level = Level(*(column[i] for column in slots), [column[i] for column in groups])
-            assert level_of(step) == level
+            assert (level_of(step), step.shared_blocks) == (level, shared[i])
         assert not step.finished or i == run.steps - 1
     assert [s.id for s in step.finished] == [s.id for s in run.finished]
     assert (evicted, step.free_blocks_end) == (run.evicted, run.free_blocks_end)

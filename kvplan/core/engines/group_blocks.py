@@ -311,7 +311,7 @@ class GroupBlocks:
         ending = tuple(ending)
         taken: list[int] = []
         cached: list[int] = []
-        levels = Levels([], [], [], [[] for _ in pool.shelves] if len(pool.shelves) > 1 else [])
+        levels = Levels([], [], [], [[] for _ in pool.shelves] if len(pool.shelves) > 1 else [], [])
         evicted = free = shared = 0
         while len(taken) < steps:
             alike = 0
@@ -382,6 +382,7 @@ class GroupBlocks:
             column.append(value)
         for column, value in zip(levels.group_blocks, level.group_blocks, strict=True):
             column.append(value)
+        levels.shared_blocks.append(pool.shared)
         taken.append(before - pool.free)
         cached.append(pool.idle)
         return evicted
@@ -431,6 +432,7 @@ class GroupBlocks:
         levels.behind_slots.extend(more.behind_slots)
         for column, blocks in zip(levels.group_blocks, more.group_blocks, strict=True):
             column.extend(blocks)
+        levels.shared_blocks.extend([pool.shared] * done)
         self.cohort.step = step + done
         return evicted
 

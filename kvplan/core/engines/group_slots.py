@@ -238,7 +238,7 @@ class SlotSums:
         for column, padding in zip(used, self._padding, strict=True):
             if padding:
                 empty = [sum_ + padding * blocks for sum_, blocks in zip(empty, column, strict=True)]
-        return Levels(empty, reserved, behind, used if len(used) > 1 else [])
+        return Levels(empty, reserved, behind, used if len(used) > 1 else [], [])
 
     def level(self, takers: Takers, prefilling: Sequence[Member], ending: Sequence[Member]) -> Level:
         """The slots after the step that was counted last, of decoders and of these sequences."""
