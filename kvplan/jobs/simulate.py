@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from fractions import Fraction
 from functools import partial
@@ -59,6 +60,8 @@ DEFAULT_GPU = "h100-80gb"
 DEFAULT_BLOCK_SIZE = 16
 #: What an engine whose costs do not depend on its pool takes for endless.
 _ENDLESS = 10**8
+#: So many objects more are made than freed between two looks for garbage in cycles.
+_OBJECTS_A_COLLECTION = 70_000
 #: Seconds of a step where neither model nor GPU is named.
 DEFAULT_STEP_TIME = 0.02
 
@@ -400,17 +403,18 @@ class Simulation:
         wall, cpu = time.perf_counter(), time.process_time()
         status, reason = "interrupted", None
         try:
-            outcome = run(
-                requests if rules.has_samples else one_request_a_sample(requests),
-                engine,
-                plan.clock.price,
-                metrics,
-                decode_price=plan.clock.decode_price,
-                num_clients=self.options.concurrency,
-                front_end=plan.clock.front_end,
-                step_numbered=trace.step_numbered,
-                observe=_together([*observers, *turns]),
-            )
+            with _rare_collections():
+                outcome = run(
+                    requests if rules.has_samples else one_request_a_sample(requests),
+                    engine,
+                    plan.clock.price,
+                    metrics,
+                    decode_price=plan.clock.decode_price,
+                    num_clients=self.options.concurrency,
+                    front_end=plan.clock.front_end,
+                    step_numbered=trace.step_numbered,
+                    observe=_together([*observers, *turns]),
+                )
             status, reason = outcome.status, outcome.reason
         except KeyboardInterrupt:
             reason = "figures are of the part that ran"
@@ -825,6 +829,18 @@ def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> in
 def _exact(value: float) -> Fraction:
     """A number as it was written: 0.02 is 1/50."""
     return Fraction(repr(value))
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """Look for garbage in cycles a hundred times less often: a run makes hardly any, and all it holds would be visited."""
+    before = gc.get_threshold()
+    if before[0]:  # else somebody has switched it off
+        gc.set_threshold(max(before[0], _OBJECTS_A_COLLECTION), *before[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def _together(observers: Sequence[Observer]) -> Observer | None:
