@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from heapq import heappop, heappush
 from itertools import accumulate, cycle, islice
+from typing import Any
 
 from kvplan.core.engine import Sequence
 from kvplan.core.request import Request
@@ -17,11 +18,13 @@ from kvplan.core.request import Request
 class Member(Sequence):
     """A sequence that can be in a cohort; ``num_tokens`` and ``computed`` are its own only while it is not."""
 
-    __slots__ = ("base", "decoding", "finish", "serial", "tail_step", "tail_waste")
+    __slots__ = ("base", "decoding", "finish", "holding", "serial", "tail_step", "tail_waste")
 
     def __init__(self, request: Request, queue_key: tuple[int, int], max_model_len: int) -> None:
         super().__init__(request, queue_key, max_model_len)
         self.serial = -1
+        #: What it holds, as the block side that keeps its blocks writes it down.
+        self.holding: Any = None
         self.decoding = False
         self.base = 0
         self.finish = 0

@@ -7,7 +7,7 @@ Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2)
 that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap
 (``copies``), the earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and
 only if it has parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted
-first; (7) a node with an owner has one part, nothing behind it, and is held by nobody but its owner.
+first; (7) an extent with an owner has no node and nothing behind it, and is all that its owner has entered.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from kvplan.core.request import Request
 class Node:
     """Content of a run behind a given prefix, as far as it is present; ``parts`` are its extents.
 
-    ``high`` is the end of what is present, ``copies`` how many blocks are there beyond one of each. With an ``owner``
-    it has all that this sequence has entered, over all its runs, until somebody else comes upon it.
+    ``high`` is the end of what is present, ``copies`` how many blocks are there beyond one of each.
     """
 
-    __slots__ = ("copies", "high", "key", "owner", "parts")
+    __slots__ = ("copies", "high", "key", "parts")
 
-    def __init__(self, key: NodeKey, owner: Holding | None = None) -> None:
+    def __init__(self, key: NodeKey, first: int) -> None:
         self.key = key
-        self.owner = owner
         self.parts: list[Extent] = []
-        self.high = key[1]
+        self.high = first
         self.copies = 0
 
     def place(self, extent: Extent) -> int:
@@ -76,22 +74,35 @@ class Node:
             self.parts.sort(key=_low)
 
 
-NodeKey = tuple[Node | None, int, tuple[Piece, ...]]
+#: A node's prefix, its place and its first block; of content that begins as a stream does, that stream's name.
+NodeKey = tuple[Node | None, int, tuple[Piece, ...]] | str
+
+
+def _key(parent: Node | None, run: Run) -> NodeKey:
+    if parent is None and len(run.key) == 1:
+        stream, start, _ = run.key[0]
+        if start == 0:
+            return stream
+    return parent, run.first, run.key
 
 
 class Extent:
     """Copies of positions ``low .. high-1`` of a node with the same ``users``.
 
-    Cut in two while held, it keeps its lower part, and ``rest`` leads holders of the whole on to the upper. Only in
-    the idle list it has neighbours, so that one that is let go keeps nothing alive.
+    One with an ``owner`` has all that this sequence has entered, over all its runs, until somebody else comes upon it:
+    then it gets a node. Cut in two while held, an extent keeps its lower part, and ``rest`` leads holders of the whole
+    on to the upper. Only in the idle list it has neighbours, so that one that is let go keeps nothing alive.
     """
 
-    __slots__ = ("after", "before", "high", "low", "node", "rest", "users")
+    __slots__ = ("after", "before", "high", "low", "node", "owner", "rest", "users")
     before: Extent
     after: Extent
 
-    def __init__(self, node: Node | None, low: int, high: int, users: int) -> None:
+    def __init__(
+        self, node: Node | None, low: int, high: int, users: int, owner: Holding | None = None
+    ) -> None:
         self.node = node
+        self.owner = owner
         self.low = low
         self.high = high
         self.users = users
@@ -101,33 +112,26 @@ class Extent:
 class Holding:
     """What one sequence holds: ``blocks`` in all, the first ``cached`` of them findable content.
 
-    A ``private`` prompt is a stream of its own, for which hardly ever anybody else asks.
+    A prompt without content is a stream of its own, for which hardly ever anybody else asks: ``own_key`` stands for it
+    in the index, None for other prompts and for those that fill no block. While nobody asks, all that is findable is in
+    the extent ``whole``, else in those of ``table``.
     """
 
-    __slots__ = (
-        "_block_size",
-        "_first_key",
-        "_runs",
-        "blocks",
-        "cached",
-        "nodes",
-        "private",
-        "request",
-        "table",
-    )
+    __slots__ = ("_block_size", "_runs", "blocks", "cached", "nodes", "own_key", "request", "table", "whole")
 
     def __init__(self, request: Request, block_size: int) -> None:
         self.request = request
-        self.private = not request.content
+        has_own = not request.content and request.input_tokens >= block_size
+        self.own_key = f"p:{request.id}" if has_own else None
         self.blocks = 0
         self.cached = 0
+        self.whole: Extent | None = None
         #: Nodes of the runs that have begun.
         self.nodes: list[Node] = []
         #: Extents in order, each with the end up to which it and its ``rest`` are held.
         self.table: list[tuple[Extent, int]] = []
         self._block_size = block_size
         self._runs: list[Run] | None = None
-        self._first_key: NodeKey | None = None
 
     @property
     def runs(self) -> list[Run]:
@@ -135,16 +139,6 @@ class Holding:
         if self._runs is None:
             self._runs = content_runs(self.request.full_content(), self._block_size)
         return self._runs
-
-    @property
-    def first_key(self) -> NodeKey:
-        """The key of its first run, for which a long private prompt needs no runs."""
-        if self._first_key is None:
-            if self.private and self.request.input_tokens >= self._block_size:
-                self._first_key = (None, 0, ((f"p:{self.request.id}", 0, self._block_size),))
-            else:
-                self._first_key = (None, 0, self.runs[0].key)
-        return self._first_key
 
 
 Hit = list[tuple[Node, int, int]]
@@ -158,7 +152,8 @@ class ExtentPool:
         self.free = self.blank = usable_blocks
         #: Blocks with more than one user.
         self.shared = 0
-        self.index: dict[NodeKey, Node] = {}
+        #: Nodes, and extents that have an owner.
+        self.index: dict[NodeKey, Node | Extent] = {}
         # Both ends of the idle list: the first to be evicted comes after it.
         self._ends = Extent(None, 0, 0, 0)
         self._ends.before = self._ends.after = self._ends
@@ -182,18 +177,19 @@ class ExtentPool:
         left = evict
         while left:
             oldest = self._ends.after
-            node, end, size = oldest.node, oldest.high, oldest.high - oldest.low
-            assert node is not None, "only the list's end has no node"
+            node, owner, end = oldest.node, oldest.owner, oldest.high
+            size = end - oldest.low
             if size > left:
-                oldest.high -= left
-                if node.copies:
+                oldest.high = end - left
+                if node is not None:
                     node.lose(end, left)
-                else:
-                    node.high = end - left
                 break
             left -= size
             self._unlink(oldest)
-            if len(node.parts) == 1:
+            if node is None:
+                assert owner is not None and owner.own_key is not None, "only the list's end has neither"
+                del self.index[owner.own_key]
+            elif len(node.parts) == 1:
                 del self.index[node.key]
                 node.parts.clear()
             else:
@@ -205,21 +201,15 @@ class ExtentPool:
         """The longest present prefix of a content, at most ``limit`` blocks. ``before`` is told of each run."""
         hit: Hit = []
         parent: Node | None = None
-        if holding.private and limit:
-            node = self.index.get(holding.first_key)
-            if node is None:
-                return hit
-            if node.owner is holding and node.high <= limit:
-                return [(node, 0, node.high)]
+        if holding.own_key is not None and holding.own_key not in self.index:
+            return hit
         for run in holding.runs:
             if run.first >= limit:
                 break
             before(run)
-            node = self.index.get((parent, run.first, run.key))
+            node = self._node(_key(parent, run))
             if node is None:
                 break
-            if node.owner is not None:
-                self._take_apart(node, node.owner)
             high = min(run.end, node.high, limit)
             hit.append((node, run.first, high))
             if high < run.end:
@@ -259,7 +249,9 @@ class ExtentPool:
         It may be left out for what a decoder filled: nobody else grows its runs.
         """
         nodes, cached = holding.nodes, holding.cached
-        if cached < end and holding.private and self._publish_whole(holding, end):
+        if cached >= end or (
+            holding.own_key is not None and self._publish_whole(holding, holding.own_key, end)
+        ):
             return
         while cached < end:
             run = holding.runs[len(nodes) - 1] if nodes else None
@@ -269,56 +261,62 @@ class ExtentPool:
             if before is not None:
                 before(run)
             if begins:
-                key = (nodes[-1] if nodes else None, run.first, run.key)
-                found = self.index.get(key)
+                key = _key(nodes[-1] if nodes else None, run)
+                found = self._node(key)
                 if found is None:
-                    found = self.index[key] = Node(key)
-                elif found.owner is not None:
-                    self._take_apart(found, found.owner)
+                    found = self.index[key] = Node(key, run.first)
                 nodes.append(found)
             node = nodes[-1]
             high = run.end if run.end < end else end
             self._enter(holding, node, high)
             holding.cached = cached = high
 
-    def _publish_whole(self, holding: Holding, end: int) -> bool:
-        """`publish` for a private prompt that nobody else came upon, as one part of one node; False if somebody did."""
-        if holding.nodes:
-            node = holding.nodes[0]
-            if node.owner is None:
-                return False
-            extent = node.parts[0]
-            extent.high = node.high = holding.cached = end
-            holding.table[0] = (extent, end)
+    def _publish_whole(self, holding: Holding, key: str, end: int) -> bool:
+        """`publish` for a stream of its own that nobody else came upon, as one extent; False if somebody did."""
+        if holding.whole is not None:
+            holding.whole.high = holding.cached = end
             return True
-        key = holding.first_key
-        if key in self.index:
+        if holding.nodes or key in self.index:
             return False
-        node = self.index[key] = Node(key, holding)
-        extent = Extent(node, 0, end, 1)
-        node.parts.append(extent)
-        node.high = holding.cached = end
-        holding.nodes.append(node)
-        holding.table.append((extent, end))
+        holding.whole = self.index[key] = Extent(None, 0, end, 1, holding)
+        holding.cached = end
         return True
 
-    def _take_apart(self, node: Node, owner: Holding) -> None:
-        """Leave a node its first run; what its owner has entered behind that gets a node of its own."""
-        node.owner = None
-        end = owner.runs[0].end
-        if node.high <= end:
-            return
-        following = Node((node, end, owner.runs[1].key))
-        self.index[following.key] = following
-        extent = self._cut(node.parts[0], end)
-        extent.node = following
-        following.parts.append(node.parts.pop())
-        following.high, node.high = node.high, end
-        if owner.nodes:
-            owner.nodes.append(following)
+    def _node(self, key: NodeKey) -> Node | None:
+        """The node with a key, for one who may be anybody; None if nothing of it is present."""
+        found = self.index.get(key)
+        if isinstance(found, Extent):
+            assert found.owner is not None, "the others have nodes"
+            return self._take_apart(key, found, found.owner)
+        return found
+
+    def _take_apart(self, key: NodeKey, extent: Extent, owner: Holding) -> Node:
+        """Give an extent a node for the first run, and what its owner has entered behind that one of its own."""
+        first = owner.runs[0]
+        node = self.index[key] = extent.node = Node(key, 0)
+        extent.owner = None
+        node.parts.append(extent)
+        node.high = extent.high
+        nodes = [node]
+        if extent.high > first.end:
+            following = Node((node, first.end, owner.runs[1].key), first.end)
+            self.index[following.key] = following
+            self._cut(extent, first.end).node = following
+            following.parts.append(node.parts.pop())
+            following.high, node.high = node.high, first.end
+            nodes.append(following)
+        if owner.whole is extent:
+            owner.whole = None
+            owner.nodes = nodes
+            owner.table.append((extent, owner.cached))
+        return node
 
     def release(self, holding: Holding) -> None:
         """Take a user from all that a sequence holds, last block first."""
+        if holding.whole is not None:
+            holding.whole.users = 0
+            self._push(holding.whole)
+            holding.whole = None
         for first, end in reversed(holding.table):
             if first.high == end and first.users == 1:
                 first.users = 0
@@ -373,23 +371,23 @@ class ExtentPool:
             upper.rest = extent.rest
             extent.rest = upper
         else:
-            self._link(upper, after=extent.before)  # of one prefix the deeper part is evicted first
+            # Of one prefix the deeper part is evicted first.
+            before = extent.before
+            upper.before, upper.after = before, extent
+            before.after = extent.before = upper
         return upper
 
     def _push(self, extent: Extent) -> None:
         """Put an extent that lost its last user at the end of the idle list, joined to its upper neighbour."""
         self.free += extent.high - extent.low
         extent.rest = None
-        node, last = extent.node, self._ends.before
-        assert node is not None
-        if last.node is node and last.low == extent.high and node.join(extent, last):
+        node, ends = extent.node, self._ends
+        last = ends.before
+        if node is not None and last.node is node and last.low == extent.high and node.join(extent, last):
             self._unlink(last)
-        self._link(extent, after=self._ends.before)
-
-    def _link(self, extent: Extent, *, after: Extent) -> None:
-        follower = after.after
-        extent.before, extent.after = after, follower
-        follower.before = after.after = extent
+            last = ends.before
+        extent.before, extent.after = last, ends
+        last.after = ends.before = extent
 
     def _unlink(self, extent: Extent) -> None:
         before, after = extent.before, extent.after

@@ -264,7 +264,7 @@ class _Loop:
 
     def play(self) -> Outcome:
         """Turn after turn, to the end."""
-        engine, metrics, clients, aborts = self._engine, self._metrics, self._clients, self._aborts
+        engine, clients, aborts, observe = self._engine, self._clients, self._aborts, self._observe
         while True:
             now = self._now
             arrived: list[Request] = []
@@ -274,23 +274,23 @@ class _Loop:
             aborted = self._let_go(now) if aborts.live else []
             number = now if self._step_numbered else self._steps
             if engine.is_idle:
-                if (rejected or aborted) and self._observe is not None:
+                if (rejected or aborted) and observe is not None:
                     free = engine.free_blocks if aborted and isinstance(engine, Aborting) else None
-                    self._observe(
+                    observe(
                         StepRecord(
                             number, now, now, None, arrived, rejected, aborted=aborted, free_blocks=free
                         )
                     )
                 if clients.upcoming is None:
                     return Outcome("done")
-                metrics.idle(now, clients.due)
+                self._metrics.idle(now, clients.due)
                 self._now = clients.due
                 continue
             turn, times, out = self._take_turn(number, aborted)
-            if self._observe is not None:
+            if observe is not None:
                 device, end = self._device, self._now
                 planned_end = end if self._step_numbered else device.last_end
-                self._observe(
+                observe(
                     StepRecord(
                         *(number, now, end, turn, arrived, rejected, times, aborted, out),
                         depth=len(device.batches),

@@ -833,7 +833,7 @@ def _exact(value: float) -> Fraction:
 
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Look for garbage in cycles a hundred times less often: a run makes hardly any, and all it holds would be visited."""
+    """Have garbage in cycles looked for a hundred times less often: a run makes hardly any, and all is visited."""
     before = gc.get_threshold()
     if before[0]:  # else somebody has switched it off
         gc.set_threshold(max(before[0], _OBJECTS_A_COLLECTION), *before[1:])

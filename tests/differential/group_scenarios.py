@@ -171,7 +171,8 @@ def check_tables(fast: Vllm, blocks: GroupBlocks, pool: WindowPool) -> None:
     """The invariants of `WindowPool`, and that tables and sums say what is so."""
     users: Counter[Span] = Counter()
     used = [0] * len(pool.shelves)
-    for member, tables in blocks.tables.items():
+    for member in (*fast.running, *fast.waiting):
+        tables = member.holding
         tokens = member.base + fast.cohort.step if member.decoding else tables.slots
         for kind in blocks.kinds:
             dropped = tables.dropped[kind.number]

@@ -16,7 +16,7 @@ from kvplan.core.content import Piece, block_hashes
 from kvplan.core.engine import DecodeRun, Level, SchedulerConfig, Turn
 from kvplan.core.engines.vllm import Vllm
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.extents import Extent, Holding, Node, _pieces
+from kvplan.core.extents import Extent, ExtentPool, Holding, Node, _pieces
 from kvplan.core.request import Request, Segment
 
 LONGEST_RUN = 3000
@@ -333,7 +333,7 @@ def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_on
     queue = [plain.pool.hashes[block] for block in plain.pool.free_queue()]
     assert sum(content is None for content in queue) == fast.pool.blank
     ours = [
-        hashes.at(extent.node, position)
+        hashes.at(extent, position)
         for extent in fast.pool.idle_extents()
         for position in reversed(range(extent.low, extent.high))
     ]
@@ -341,24 +341,37 @@ def compare_pools(plain: VllmPlain, fast: Vllm, hashes: Hashes, *, publish_at_on
     check_pool(fast)
     if publish_at_once:
         copies: dict[bytes, list[int]] = {}
-        for node in fast.pool.index.values():
-            for part in node.parts:
-                for position in range(part.low, part.high):
-                    copies.setdefault(hashes.at(node, position), []).append(part.users)
+        for part in parts_of(fast.pool):
+            for position in range(part.low, part.high):
+                copies.setdefault(hashes.at(part, position), []).append(part.users)
         index = {h: [plain.pool.references[b] for b in blocks] for h, blocks in plain.pool.index.items()}
         assert copies == index
         assert plain.pool.shared == fast.pool.shared
 
 
+def parts_of(pool: ExtentPool) -> list[Extent]:
+    """All extents that are present."""
+    return [
+        part
+        for found in pool.index.values()
+        for part in ([found] if isinstance(found, Extent) else found.parts)
+    ]
+
+
 def check_pool(fast: Vllm) -> None:
-    """The invariants of `ExtentPool`, and that each node and holding says what is so."""
+    """The invariants of `ExtentPool`, and that each node, extent with an owner and holding says what is so."""
     pool = fast.pool
     idle = list(pool.idle_extents())
     assert pool.idle == sum(extent.high - extent.low for extent in idle)
     users: Counter[Extent] = Counter()
     uncached = 0
-    for member, holding in fast.blocks._holdings.items():
+    for member in (*fast.running, *fast.waiting):
+        holding = member.holding
         position = 0
+        if holding.whole is not None:
+            assert not holding.table and holding.whole.low == 0
+            position = holding.whole.high
+            users[holding.whole] += 1
         for entry, end in holding.table:
             for extent in _pieces(entry, end):
                 assert extent.low == position < extent.high
@@ -367,32 +380,35 @@ def check_pool(fast: Vllm) -> None:
             assert position == end
         assert position == holding.cached
         uncached += -(-fast._computed(member) // fast.config.block_size) - position
-    parts = [part for node in pool.index.values() for part in node.parts]
+    parts = parts_of(pool)
     assert {part for part in parts if not part.users} == set(idle)
     assert {part: part.users for part in parts if part.users} == users
     cached = sum(part.high - part.low for part in users)
     assert pool.free + cached + uncached == fast.config.usable_blocks
     for key, node in pool.index.items():
+        if isinstance(node, Extent):
+            assert node.owner is not None and node.node is None and node.low == 0
+            assert key == node.owner.own_key
+            assert node.owner.whole is (node if node.users else None)
+            assert not node.owner.nodes and not node.owner.table
+            continue
         assert key == node.key
         assert node.parts
         positions = [p for part in node.parts for p in range(part.low, part.high)]
-        assert set(positions) == set(range(key[1], node.high))
-        assert node.copies == len(positions) - (node.high - key[1])
+        parent, first, _ = spelled(node, fast.config.block_size)
+        assert set(positions) == set(range(first, node.high))
+        assert node.copies == len(positions) - (node.high - first)
         if not node.copies:
             assert positions == sorted(positions)
-        if node.owner is not None:
-            (part,) = node.parts
-            assert key[:2] == (None, 0)
-            assert not any(other[0] is node for other in pool.index)
-            assert node.owner.table == ([(part, part.high)] if part.users else [])
-            assert part.users <= 1
+        assert parent is None or pool.index[parent.key] is parent
+        assert all(part.node is node and part.owner is None for part in node.parts)
 
 
 def publish_decoded(fast: Vllm) -> None:
     """Enter all that decoders have filled, which is otherwise done when it can be seen."""
     for member in fast.running:
         if member.decoding:
-            holding = fast.blocks._holdings[member]
+            holding = member.holding
             filled = (member.base + fast.cohort.step - fast._lag) // fast.config.block_size
             fast.pool.publish(holding, filled, lambda _run: None)
 
@@ -402,28 +418,37 @@ class Hashes:
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self._of_node: dict[tuple[Node, Holding | None], list[bytes]] = {}
+        self._of: dict[Node | Holding, list[bytes]] = {}
 
-    def at(self, node: Node | None, position: int) -> bytes:
-        assert node is not None
-        known = self._of_node.get((node, node.owner), [])
+    def at(self, extent: Extent, position: int) -> bytes:
+        of = extent.node or extent.owner
+        assert of is not None
+        known = self._of.get(of, [])
         if position >= len(known):
-            content = prefix(node, position + 8, self.block_size)
-            known = self._of_node[node, node.owner] = list(block_hashes(content, self.block_size))
+            end = position + 8
+            content = (
+                prefix(of, end, self.block_size)
+                if isinstance(of, Node)
+                else content_of(of, end, self.block_size)
+            )
+            known = self._of[of] = list(block_hashes(content, self.block_size))
         return known[position]
 
 
 def prefix(node: Node, end: int, block_size: int) -> list[Segment]:
     """The content of the first ``end`` blocks of a node's prefix."""
-    parent, first, key = node.key
-    if node.owner is not None:
-        return content_of(node.owner, end, block_size)
+    parent, first, key = spelled(node, block_size)
     before = prefix(parent, first, block_size) if parent is not None else []
     return [*before, *stretched(key, end - first, block_size)]
 
 
+def spelled(node: Node, block_size: int) -> tuple[Node | None, int, tuple[Piece, ...]]:
+    """A node's prefix, its place and its first block."""
+    return (None, 0, ((node.key, 0, block_size),)) if isinstance(node.key, str) else node.key
+
+
 def content_of(owner: Holding, end: int, block_size: int) -> list[Segment]:
-    """The same of a node that has all runs of its owner."""
+    """The first ``end`` blocks of all that a sequence will have."""
     content = []
     for run in owner.runs:
         if run.first < end:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Protocol, TypeVar
 
 from kvplan.core.cohort import Member
@@ -100,7 +100,10 @@ class BlockSide(Protocol[H]):
         """How many blocks must be free to admit a sequence with so many tokens of its first chunk."""
 
     def admit(self, member: Member, hit: H, tokens: int) -> int:
-        """Adopt a hit and take the blocks of the first chunk; returns how many lost their content."""
+        """Adopt a hit, take the blocks of the first chunk and place them; returns how many lost their content.
+
+        The sequence has as many tokens computed as the hit has.
+        """
 
     def place(self, member: Member, tokens: int) -> None:
         """Record the blocks of what was planned, which were taken, and make findable what may be seen."""
@@ -111,9 +114,6 @@ class BlockSide(Protocol[H]):
     def release(self, member: Member) -> None:
         """Free all that a sequence holds."""
 
-    def forget(self, member: Member) -> None:
-        """A sequence has ended."""
-
     def count(self, turn: Turn[Member], prefilling: Iterable[Member], ending: Iterable[Member]) -> None:
         """Note the slots of all blocks in use, once the cohort's clock has moved on.
 
@@ -121,6 +121,7 @@ class BlockSide(Protocol[H]):
         """
 
 
-def output_stream(member: Member) -> str:
-    """The stream of what a sequence generates."""
-    return f"o:{member.id}"
+def grower_of(stream: str, live: Mapping[str, Member]) -> Member | None:
+    """Who decodes what a stream stands for, None if nobody does; ``live`` has sequences by id."""
+    member = live.get(stream[2:]) if stream.startswith("o:") else None
+    return member if member is not None and member.decoding else None

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.content import Run
 from kvplan.core.engine import DecodeRun, SchedulerConfig, Turn
-from kvplan.core.engines.block_side import EVERYBODY, output_stream
+from kvplan.core.engines.block_side import EVERYBODY, grower_of
 from kvplan.core.extents import ExtentPool, Holding
 from kvplan.core.extents import Hit as Found
 
@@ -28,32 +28,29 @@ _MISS = Hit(0, [])
 class FullBlocks:
     """The blocks of all sequences, as `BlockSide` says."""
 
-    def __init__(self, config: SchedulerConfig, cohort: Cohort) -> None:
+    def __init__(self, config: SchedulerConfig, cohort: Cohort, live: Mapping[str, Member]) -> None:
         self.config = config
         self.cohort = cohort
+        self._live = live
         self.pool = ExtentPool(config.usable_blocks)
         self.met_grower = False
         self.seen_serial = EVERYBODY
-        self._holdings: dict[Member, Holding] = {}
         self._block_size = config.block_size
         self._is_caching = config.enable_prefix_caching
         self._reserves_prompt = config.scheduler_reserve_full_isl
         self._lag = int(config.async_scheduling)
-        # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
-        # decoders by their output stream.
-        self._growing: dict[str, Member] = {}
 
     def add(self, member: Member) -> None:
         """Note a new sequence, which holds nothing."""
-        self._holdings[member] = Holding(member.request, self.config.block_size)
+        member.holding = Holding(member.request, self._block_size)
 
     # The running loop
 
     def run_step(self, chunks: dict[Member, int]) -> int | None:
         """Take all blocks of a step's running loop."""
-        pool, need = self.pool, self.cohort.crossings
+        pool, need, block_size = self.pool, self.cohort.crossings, self._block_size
         for member, tokens in chunks.items():
-            need += self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
+            need += -(-(member.computed + tokens) // block_size) - member.holding.blocks
         if need > pool.free:
             return None
         evicted = pool.take(need) if need else 0
@@ -67,7 +64,8 @@ class FullBlocks:
         """Blocks that a running sequence lacks for its next tokens."""
         if member.decoding:
             return int((member.base + self.cohort.step) % self._block_size == 0)
-        return self._blocks_for(member.computed + tokens) - self._holdings[member].blocks
+        held: int = member.holding.blocks
+        return -(-(member.computed + tokens) // self._block_size) - held
 
     def end_walk(self) -> None:
         """The running loop was taken literally."""
@@ -106,16 +104,13 @@ class FullBlocks:
 
     def join(self, member: Member) -> None:
         """Note a sequence that has just joined the cohort."""
-        if self._is_caching:
-            self._growing[output_stream(member)] = member
 
     def leave(self, member: Member, *, took_turn: bool = False) -> None:
         """Note a sequence that has just left the cohort."""
-        holding, block_size = self._holdings[member], self._block_size
+        holding, block_size = member.holding, self._block_size
         tokens = member.computed + took_turn
         holding.blocks = -(-tokens // block_size)
         if self._is_caching:
-            del self._growing[output_stream(member)]
             self.pool.publish(holding, (tokens - self._lag) // block_size)
 
     # Admission
@@ -126,7 +121,7 @@ class FullBlocks:
             return _MISS
         block_size = self._block_size
         limit = (member.num_tokens - 1) // block_size
-        found = self.pool.find(self._holdings[member], limit, self._publish_grower)
+        found = self.pool.find(member.holding, limit, self._publish_grower)
         return Hit(found[-1][2] * block_size, found) if found else _MISS
 
     def shortage(self, member: Member, hit: Hit, tokens: int) -> int:
@@ -138,11 +133,17 @@ class FullBlocks:
         return -(-end // self._block_size) - hit.tokens // self._block_size + idle
 
     def admit(self, member: Member, hit: Hit, tokens: int) -> int:
-        """Adopt the hit and take the blocks of the first chunk."""
+        """Adopt the hit, take the blocks of the first chunk and place them."""
+        pool, holding, block_size = self.pool, member.holding, self._block_size
         if hit.found:
-            self.pool.adopt(self._holdings[member], hit.found)
-        found, block_size = hit.tokens, self._block_size
-        return self.pool.take(-(-(found + tokens) // block_size) - found // block_size)
+            pool.adopt(holding, hit.found)
+        end = hit.tokens + tokens
+        blocks = -(-end // block_size)
+        evicted = pool.take(blocks - hit.tokens // block_size)
+        holding.blocks = blocks
+        if self._is_caching:
+            pool.publish(holding, end // block_size, self._publish_grower)
+        return evicted
 
     # Content
 
@@ -150,7 +151,7 @@ class FullBlocks:
         """Record the blocks of a chunk, which were taken, and make the full ones findable."""
         if member.decoding:
             return  # what it fills is entered when somebody could see it
-        holding = self._holdings[member]
+        holding = member.holding
         end = member.computed + tokens
         block_size = self._block_size
         holding.blocks = -(-end // block_size)
@@ -160,31 +161,24 @@ class FullBlocks:
 
     def _publish_grower(self, run: Run) -> None:
         """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""
-        grower = self._growing.get(run.stream)
+        grower = grower_of(run.stream, self._live)
         if grower is None:
             return
         # Whoever stands before the looker took its turn in this step.
         tokens = grower.base + self.cohort.step - self._lag + (grower.serial < self.seen_serial)
-        self.pool.publish(self._holdings[grower], tokens // self._block_size)
+        self.pool.publish(grower.holding, tokens // self._block_size)
         self.met_grower = True
-
-    def _blocks_for(self, tokens: int) -> int:
-        return -(-tokens // self._block_size)  # no sequence outgrows max_model_len
 
     # The end
 
     def settle(self, member: Member) -> None:
         """Make findable what a sequence that is done has filled with the output that was in flight."""
         if self._lag and self._is_caching:
-            self.pool.publish(self._holdings[member], member.computed // self._block_size)
+            self.pool.publish(member.holding, member.computed // self._block_size)
 
     def release(self, member: Member) -> None:
         """Free all that a sequence holds."""
-        self.pool.release(self._holdings[member])
-
-    def forget(self, member: Member) -> None:
-        """A sequence has ended."""
-        del self._holdings[member]
+        self.pool.release(member.holding)
 
     # Slots
 

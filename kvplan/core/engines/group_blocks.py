@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.engine import DecodeRun, Levels, SchedulerConfig, Turn
-from kvplan.core.engines.block_side import EVERYBODY, NEVER, output_stream
+from kvplan.core.engines.block_side import EVERYBODY, NEVER, grower_of
 from kvplan.core.engines.group_kinds import Kind, Tables, kinds_of
 from kvplan.core.engines.group_slots import SlotSums
 from kvplan.core.window_blocks import Share, WindowPool, keyed_runs, window_hit
@@ -33,15 +33,15 @@ class Hit(NamedTuple):
 class GroupBlocks:
     """The blocks of all sequences, as `BlockSide` says."""
 
-    def __init__(self, config: SchedulerConfig, cohort: Cohort) -> None:
+    def __init__(self, config: SchedulerConfig, cohort: Cohort, live: Mapping[str, Member]) -> None:
         self.config = config
         self.cohort = cohort
+        self._live = live
         self.lag = int(config.async_scheduling)
         self.kinds = kinds_of(config)
         self.alignment = lcm(*(kind.block_size for kind in self.kinds))
         self.pool = WindowPool(config.usable_blocks, len(config.groups))
-        self.tables: dict[Member, Tables] = {}
-        self._slots = SlotSums(config, self.kinds, self.pool, self.tables)
+        self._slots = SlotSums(config, self.kinds, self.pool)
         #: Of each group its kind's number, block size and window.
         self._kind_of = [0] * len(config.groups)
         for kind in self.kinds:
@@ -66,9 +66,6 @@ class GroupBlocks:
         self._visits: dict[int, list[Member]] = {}
         self._tails: dict[int, list[Member]] = {}
         self._due_steps: list[int] = []
-        # Late publishing: blocks that decoding fills are entered when somebody could see them. These are the
-        # decoders by their output stream, and how far into this step the looker stands.
-        self._growing: dict[str, Member] = {}
         self.seen_serial = EVERYBODY
         #: The step whose running loop was begun last.
         self._begun = -1
@@ -77,7 +74,7 @@ class GroupBlocks:
 
     def add(self, member: Member) -> None:
         """Note a new sequence, which holds nothing."""
-        self.tables[member] = Tables(len(self.kinds), len(self.config.groups))
+        member.holding = Tables(len(self.kinds), len(self.config.groups))
 
     # Needs
 
@@ -92,7 +89,8 @@ class GroupBlocks:
 
     def needed(self, member: Member, tokens: int) -> int:
         """Blocks that a running sequence lacks for its next tokens, once those behind its windows are given back."""
-        tables, step = self.tables[member], self.cohort.step
+        tables: Tables = member.holding
+        step = self.cohort.step
         if not member.decoding:
             tables.known = member.computed - self.lag * tables.last_chunk
             self._drop(tables, tables.known)
@@ -119,7 +117,7 @@ class GroupBlocks:
         wanted = self.taken_next()
         needs: dict[Member, int] = {}
         for member, tokens in chunks.items():
-            slots = self.tables[member].slots
+            slots = member.holding.slots
             needs[member] = need = self.blocks_for(member.computed + tokens) - self.blocks_for(slots)
             wanted += need
         if wanted > self.pool.free:
@@ -161,7 +159,7 @@ class GroupBlocks:
             if len(due) > 1:
                 due.sort(key=_serial)
             for member in due:
-                tables = self.tables[member]
+                tables: Tables = member.holding
                 if member.decoding:
                     dropped = self._visit(member, tables, step) if tables.next_visit == step else 0
                 else:
@@ -211,19 +209,20 @@ class GroupBlocks:
 
     def join(self, member: Member) -> None:
         """Note a sequence that has just joined the cohort."""
-        tables, step = self.tables[member], self.cohort.step
+        tables: Tables = member.holding
+        step = self.cohort.step
         for size in self._sizes:
             self._takers[size][-member.base % size][member] = None
         tables.start = step
         self._slots.join(member)
         self._expect(member, tables, step)
         if self.config.enable_prefix_caching:
-            self._growing[output_stream(member)] = member
             self._expect_tail(member, tables)
 
     def leave(self, member: Member, *, took_turn: bool = False) -> None:
         """Note a sequence that has just left the cohort; ``took_turn``: after its token of this step was planned."""
-        tables, step = self.tables[member], self.cohort.step
+        tables: Tables = member.holding
+        step = self.cohort.step
         last = step if tables.walked == step else step - 1
         for size in self._sizes:
             del self._takers[size][-member.base % size][member]
@@ -236,7 +235,6 @@ class GroupBlocks:
         tables.slots = tokens = member.computed + took_turn
         tables.last_chunk = 1
         self._slots.leave(member)
-        self._growing.pop(output_stream(member), None)
         self.publish(member, tokens - self.lag)
 
     def _residue(self, member: Member, kind: Kind) -> int:
@@ -459,7 +457,7 @@ class GroupBlocks:
             count += len(kind.groups) * len(self._droppers[kind.number][step % kind.block_size])
             for member in self._visits.get(step, ()):
                 if member.decoding:
-                    tables = self.tables[member]
+                    tables: Tables = member.holding
                     known = self._known(member, tables, step)
                     count += len(kind.groups) * max(0, kind.skip(known) - tables.dropped[kind.number])
         return count
@@ -473,7 +471,7 @@ class GroupBlocks:
         a round changes nothing; what a full kind had in the first round holds. Of two kinds, the first of them
         full, one round is enough.
         """
-        tables = self.tables[member]
+        tables: Tables = member.holding
         if not self.config.enable_prefix_caching:
             return Hit(0, [])
         if not tables.runs:
@@ -511,7 +509,7 @@ class GroupBlocks:
     def _full_hit(self, kind: Kind, member: Member, limit: int) -> int:
         blocks = limit // kind.block_size
         end = 0
-        for run in self.tables[member].runs[kind.block_size]:
+        for run in member.holding.runs[kind.block_size]:
             if run.first >= blocks:
                 break
             self._publish_grower(run.stream, member)
@@ -538,13 +536,15 @@ class GroupBlocks:
         return need + idle
 
     def admit(self, member: Member, hit: Hit, tokens: int) -> int:
-        """Adopt the hit and take the blocks of the first chunk; returns how many lost their content."""
-        tables = self.tables[member]
+        """Adopt the hit, take the blocks of the first chunk and `place` them; returns how many lost their content."""
+        tables: Tables = member.holding
         self.pool.hold(tables.spans, hit.shares)
         tables.dropped = [kind.first_reached(hit.tokens) for kind in self.kinds]
         tables.slots = tables.offered = tables.known = hit.tokens
         tables.last_chunk = 0
-        return self.pool.take(self.blocks_for(hit.tokens + tokens) - self.blocks_for(hit.tokens))
+        evicted = self.pool.take(self.blocks_for(hit.tokens + tokens) - self.blocks_for(hit.tokens))
+        self.place(member, tokens)
+        return evicted
 
     def _note_taken(self, before: int, after: int) -> None:
         """Note the blocks that slots for more tokens are in."""
@@ -561,7 +561,8 @@ class GroupBlocks:
 
         Of a decoder, only the blocks at the end of its prompt, when it is time.
         """
-        tables, step = self.tables[member], self.cohort.step
+        tables: Tables = member.holding
+        step = self.cohort.step
         if member.decoding:
             if tables.walked == step:
                 self._note_taken(member.base + step, member.base + step + 1)
@@ -580,7 +581,7 @@ class GroupBlocks:
 
         ``is_alone``: nobody else has the content.
         """
-        tables = self.tables[member]
+        tables: Tables = member.holding
         tokens -= tokens % self.alignment
         if tokens <= tables.offered or not self.config.enable_prefix_caching:
             return
@@ -612,7 +613,7 @@ class GroupBlocks:
 
     def _publish_grower(self, stream: str, looker: Member) -> None:
         """Before somebody else looks at or adds to a run: enter what the decoder that grows it has filled."""
-        grower = self._growing.get(stream)
+        grower = grower_of(stream, self._live)
         if grower is None or grower is looker:
             return
         # Whoever stands before the looker took its turn in this step, if it has begun.
@@ -628,16 +629,12 @@ class GroupBlocks:
 
     def release(self, member: Member) -> None:
         """Free all that a sequence holds, group after group, last block first."""
-        tables = self.tables[member]
+        tables: Tables = member.holding
         for group, number in enumerate(self._kind_of):
             length = -(-tables.slots // self.kinds[number].block_size)
             self.pool.release(group, tables.spans[group], tables.dropped[number], length)
         tables.dropped = [0] * len(self.kinds)
         tables.slots = tables.offered = tables.last_chunk = 0
-
-    def forget(self, member: Member) -> None:
-        """A sequence has ended."""
-        del self.tables[member]
 
     # Slots
 

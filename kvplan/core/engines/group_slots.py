@@ -14,7 +14,7 @@ from operator import add, sub
 from kvplan.core.cohort import Member
 from kvplan.core.engine import Level, Levels, SchedulerConfig
 from kvplan.core.engines.block_side import NEVER
-from kvplan.core.engines.group_kinds import Kind, Tables
+from kvplan.core.engines.group_kinds import Kind
 from kvplan.core.window_blocks import WindowPool
 
 #: Decoders by block size and by the step of its period in which they take a block.
@@ -135,10 +135,8 @@ class SlotSums:
         config: SchedulerConfig,
         kinds: Sequence[Kind],
         pool: WindowPool,
-        tables: Mapping[Member, Tables],
     ) -> None:
         self._pool = pool
-        self._tables = tables
         self._lag = int(config.async_scheduling)
         self._kinds = kinds
         block_slots = config.block_slots
@@ -265,12 +263,10 @@ class SlotSums:
         step = self._step - 1
         fresh = self._fresh
         if fresh:
-            fresh = self._fresh = [m for m in fresh if m.decoding and self._tables[m].start >= step]
-        apart = [(m, self._tables[m].known) for m in prefilling]
-        apart += [(m, m.computed - self._lag * self._tables[m].last_chunk) for m in ending]
-        apart += [
-            (m, m.base + step - self._tables[m].last_chunk) for m in fresh if self._tables[m].start == step
-        ]
+            fresh = self._fresh = [m for m in fresh if m.decoding and m.holding.start >= step]
+        apart = [(m, m.holding.known) for m in prefilling]
+        apart += [(m, m.computed - self._lag * m.holding.last_chunk) for m in ending]
+        apart += [(m, m.base + step - m.holding.last_chunk) for m in fresh if m.holding.start == step]
         slots = 0
         for number, behind in self._behind.items():
             kind = self._kinds[number]
@@ -278,7 +274,7 @@ class SlotSums:
             for member, known in apart:
                 reach = known - kind.window + 1
                 if reach > 0:
-                    tokens += reach - self._tables[member].dropped[number] * kind.block_size
+                    tokens += reach - member.holding.dropped[number] * kind.block_size
             for group in kind.groups:
                 out = tokens
                 if tokens and self._pool.shelves[group].shared:
@@ -290,7 +286,7 @@ class SlotSums:
         """Decoders but for fresh ones, with how many tokens of each were processed when the step was planned."""
         for members in takers[kind.block_size]:
             for member in members:
-                if step >= self._tables[member].start + self._lag:
+                if step >= member.holding.start + self._lag:
                     yield member, member.base + step - self._lag
 
     def _twice(self, group: int, kind: Kind, members: Iterator[tuple[Member, int]]) -> int:
@@ -300,7 +296,7 @@ class SlotSums:
         users: dict[tuple[int, int], int] = {}
         for member, known in members:
             reach = known - kind.window + 1
-            for entry, end in self._tables[member].spans[group]:
+            for entry, end in member.holding.spans[group]:
                 span = entry
                 while span.low * size < reach:
                     if span.users > 1:

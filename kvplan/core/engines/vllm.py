@@ -69,14 +69,15 @@ class Vllm:
     def __init__(self, config: SchedulerConfig) -> None:
         self.config = config
         self.cohort = Cohort(config.block_size)
+        #: All who are running or waiting, by id.
+        self._live: dict[str, Member] = {}
         make_blocks = FullBlocks if config.is_one_full_group else GroupBlocks
-        self.blocks: BlockSide[Any] = make_blocks(config, self.cohort)
+        self.blocks: BlockSide[Any] = make_blocks(config, self.cohort, self._live)
         self.pool = self.blocks.pool
         #: In order of admission, which is the order of ``serial``.
         self.running: dict[Member, None] = {}
         self.prefilling: dict[Member, None] = {}
         self.waiting: deque[Member] = deque()
-        self._by_id: dict[str, Member] = {}
         #: Free blocks that an admission must leave while others run.
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._num_added = 0
@@ -158,7 +159,7 @@ class Vllm:
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
         self.blocks.add(member)
-        self._by_id[member.id] = member
+        self._live[member.id] = member
         if self.config.policy == "fcfs":
             self.waiting.append(member)
         else:
@@ -167,7 +168,7 @@ class Vllm:
 
     def abort(self, request_id: str) -> Live:
         """Let go of a live request whose client went away, with all it holds; returns its row of `live`."""
-        member = self._by_id.pop(request_id)
+        member = self._live.pop(request_id)
         row = self._row(member)
         for batch in self._batches_of(member):  # its output there is ignored
             batch.forget(member)
@@ -179,7 +180,6 @@ class Vllm:
             if member.decoding:
                 self._leave(member)
             self.blocks.release(member)
-        self.blocks.forget(member)
         self._outgrown.discard(member)
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
@@ -435,16 +435,14 @@ class Vllm:
             if room > pool.free:
                 self._room_for_head = room
                 break
-            turn.evicted += blocks.admit(member, hit, tokens)
             member.computed = hit_tokens
+            turn.evicted += blocks.admit(member, hit, tokens)
             waiting.popleft()
             member.serial = self._num_admitted
             self._num_admitted += 1
-            running[member] = None
-            prefilling[member] = None
+            running[member] = prefilling[member] = None
             (turn.resumed if member.num_preemptions else turn.admitted).append(member)
             turn.prefix_hits.append((member, hit_tokens))
-            blocks.place(member, tokens)
             scheduled[member] = tokens
             budget -= tokens
 
@@ -538,7 +536,7 @@ class Vllm:
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
-        del self._by_id[member.id]
+        del self._live[member.id]
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
         if member not in self.running:  # it lost its blocks while its last token was in flight
@@ -548,7 +546,6 @@ class Vllm:
             if self._lag:
                 self.blocks.settle(member)
             self.blocks.release(member)
-        self.blocks.forget(member)
 
     def _prefill_cap(self) -> int:
         """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
