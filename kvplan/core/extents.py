@@ -187,7 +187,8 @@ class ExtentPool:
             left -= size
             self._unlink(oldest)
             if node is None:
-                assert owner is not None and owner.own_key is not None, "only the list's end has neither"
+                assert owner is not None, "only the list's end has neither"
+                assert owner.own_key is not None, "it stands for the owner's content"
                 del self.index[owner.own_key]
             elif len(node.parts) == 1:
                 del self.index[node.key]

@@ -369,7 +369,8 @@ def check_pool(fast: Vllm) -> None:
         holding = member.holding
         position = 0
         if holding.whole is not None:
-            assert not holding.table and holding.whole.low == 0
+            assert not holding.table
+            assert holding.whole.low == 0
             position = holding.whole.high
             users[holding.whole] += 1
         for entry, end in holding.table:
@@ -387,10 +388,13 @@ def check_pool(fast: Vllm) -> None:
     assert pool.free + cached + uncached == fast.config.usable_blocks
     for key, node in pool.index.items():
         if isinstance(node, Extent):
-            assert node.owner is not None and node.node is None and node.low == 0
+            assert node.owner is not None
+            assert node.node is None
+            assert node.low == 0
             assert key == node.owner.own_key
             assert node.owner.whole is (node if node.users else None)
-            assert not node.owner.nodes and not node.owner.table
+            assert not node.owner.nodes
+            assert not node.owner.table
             continue
         assert key == node.key
         assert node.parts

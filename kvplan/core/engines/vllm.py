@@ -285,21 +285,20 @@ class Vllm:
         """One step's batch by the rules: running sequences first, then waiting ones."""
         config, cohort = self.config, self.cohort
         self._owes_plan = False
-        cap = self._prefill_cap()
-        scheduled = self._chunks(cap)
+        cap = self._prefill_cap() if config.long_prefill_token_threshold > 0 else 0
+        scheduled = self._chunks(cap) if self.prefilling else {}
         evicted = self.blocks.run_step(scheduled)
         if evicted is None:
             scheduled = self._walk(turn, cap)
             self.blocks.end_walk()
         else:
             turn.evicted = evicted
-        budget = config.max_num_batched_tokens - cohort.size - sum(scheduled.values())
         if not turn.preempted and self.waiting:
+            budget = config.max_num_batched_tokens - cohort.size - sum(scheduled.values())
             self._admit_waiting(turn, scheduled, budget, cap)
             if scheduled:  # with decodes alone, nothing but a release can let the head in later
                 self._head_is_blocked = False
-        self._compute(turn, scheduled)
-        return self._batch(turn, scheduled)
+        return self._batch(turn, self._compute(turn, scheduled))
 
     def _chunks(self, cap: int) -> dict[Member, int]:
         """Prompt chunks of this step. Each running sequence gets at least a token, and only the last may be cut.
@@ -451,18 +450,19 @@ class Vllm:
 
     # After scheduling
 
-    def _compute(self, turn: Turn[Member], scheduled: dict[Member, int]) -> None:
-        """Advance what was scheduled and sum up the step."""
+    def _compute(self, turn: Turn[Member], scheduled: dict[Member, int]) -> list[Member]:
+        """Advance what was scheduled and sum up the step; returns who, beside the cohort, gets a token."""
         cohort, work = self.cohort, turn.work
-        turn.decoders = work.decodes = work.sampled = turn.scheduled_tokens = cohort.size
+        total = turn.decoders = work.decodes = cohort.size
         work.decode_context = cohort.context
+        sampled: list[Member] = []
         for member, tokens in scheduled.items():
             before = member.computed
             member.computed = after = before + tokens
-            turn.scheduled_tokens += tokens
+            total += tokens
             if after >= member.num_tokens:
-                work.sampled += 1
-            if before >= member.request.input_tokens and tokens == 1:
+                sampled.append(member)
+            if tokens == 1 and before >= member.request.input_tokens:
                 work.decodes += 1
                 work.decode_context += after
             else:
@@ -470,8 +470,11 @@ class Vllm:
             if before < member.high_water:
                 turn.recomputed_tokens += min(after, member.high_water) - before
         turn.scheduled = list(scheduled.items())
+        turn.scheduled_tokens = total
+        work.sampled = turn.decoders + len(sampled)
         cohort.advance(1, cohort.crossings)
         self._count(turn)
+        return sampled
 
     def _count(self, turn: Turn[Member]) -> None:
         """Note how the pool and the queues stand after scheduling."""
@@ -485,16 +488,12 @@ class Vllm:
         """Those who are done, but for the output in flight."""
         return [member for batch in self._in_flight for member in batch.done if member in self.running]
 
-    def _batch(self, turn: Turn[Member], scheduled: dict[Member, int]) -> _Batch:
+    def _batch(self, turn: Turn[Member], sampled: list[Member]) -> _Batch:
         """The batch that was planned; who goes on decodes from the next step on, who has all its tokens stops."""
         done = self._stop_decoding() if turn.decoders else []
-        sampled: list[Member] = []
         started: list[Member] = []
-        for member in scheduled:
-            if member.computed < member.num_tokens:
-                continue
+        for member in sampled:
             member.num_tokens += 1
-            sampled.append(member)
             del self.prefilling[member]
             if member.num_tokens >= member.max_tokens:
                 done.append(member)
@@ -548,11 +547,9 @@ class Vllm:
             self.blocks.release(member)
 
     def _prefill_cap(self) -> int:
-        """The longest prompt chunk of this step; 0 is no cap. A lone request is never capped."""
+        """The longest prompt chunk of this step, where there is a threshold; 0 is no cap, as for a lone request."""
         config = self.config
         cap = config.long_prefill_token_threshold
-        if cap <= 0:
-            return 0
         queued = len(self.running) + len(self.waiting)
         if queued <= 1:
             return 0
