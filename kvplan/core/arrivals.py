@@ -2,7 +2,8 @@
 
 The two kinds of clients have the same face. ``upcoming`` is the request that comes next, with the tick of its arrival,
 or None: then none comes, or none until another one has ended. ``due`` is the tick at which it reaches the engine: the
-front end (API server, tokenizer) holds each for the same time.
+front end (API server, tokenizer) holds each for the same time. Clients that ``wait`` are told by ``ended`` when requests
+end.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from kvplan.core.request import Request
 
 class OpenLoop:
     """Clients that do not wait for answers: each request comes at its own arrival."""
+
+    wait = False
 
     def __init__(self, requests: Iterable[Request], front_end: int = 0) -> None:
         self._requests = iter(requests)
@@ -39,6 +42,8 @@ class ClosedLoop:
     No request comes before its own arrival. This is what ``--max-concurrency`` of vLLM's serving benchmark does
     (vllm/benchmarks/serve.py, 0.33), whose requests all wait at its semaphore unless a rate is given.
     """
+
+    wait = True
 
     def __init__(self, requests: Iterable[Request], clients: int, front_end: int = 0) -> None:
         self._requests = iter(requests)

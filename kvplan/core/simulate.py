@@ -370,7 +370,8 @@ class _Loop:
             times = None
             out = self._note_turn(turn, number)
         if turn.finished:
-            self._clients.ended(len(turn.finished), self._now)
+            if self._clients.wait:
+                self._clients.ended(len(turn.finished), self._now)
             if aborts.live:
                 for sequence in turn.finished:
                     aborts.forget(sequence.id)
