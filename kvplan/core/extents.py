@@ -277,7 +277,7 @@ class ExtentPool:
         if holding.whole is not None:
             holding.whole.high = holding.cached = end
             return True
-        if holding.nodes or key in self.index:
+        if key in self.index:
             return False
         holding.whole = self.index[key] = Extent(None, 0, end, 1, holding)
         holding.cached = end
