@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.errors import InputError
-from kvplan.trace import Trace, _ticks, open_trace, read_trace, to_json_line, workload_names
+from kvplan.trace import Trace, open_trace, read_trace, to_json_line, workload_names
+from kvplan.trace_rows import _ticks
 
 Write = Callable[[str | bytes], str]
 
@@ -755,7 +756,7 @@ def test_doubles_among_very_many_ids_are_found_at_the_end(
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvplan.trace._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("kvplan.trace_lines._LONGEST_LINE", 1 << 20)
     first = refused(write("x" * (1 << 20) + "\n"))
     assert (first.what, first.where and first.where[-2:]) == ("a line is longer than 1 MiB", ":1")
     path = write(row(id="a") + "\n" + row(id="b" * (1 << 20)))
@@ -766,7 +767,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
 def test_a_scenario_without_end_is_refused(
     write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvplan.trace._LARGEST_SCENARIO", 1 << 20)
+    monkeypatch.setattr("kvplan.trace_lines._LARGEST_SCENARIO", 1 << 20)
     assert refused(write('{"config":\n' * 200_000)).what == "a scenario of more than 1 MiB"
 
 
