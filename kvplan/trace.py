@@ -8,12 +8,12 @@ from __future__ import annotations
 import difflib
 import json
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import islice, pairwise
+from io import BufferedReader
+from operator import attrgetter, length_hint
 from pathlib import Path
-from typing import BinaryIO
 
 from kvplan.core.engine import SchedulerConfig, quoted
 from kvplan.core.request import PICOSECONDS, Request
@@ -26,12 +26,13 @@ from kvplan.trace_rows import (
     AZURE_COLUMNS,
     KVPLAN_KEYS,
     BadLine,
-    azure_row,
+    Batch,
     columns,
     id_stands_twice,
     json_object,
-    kvplan_row,
-    mooncake_row,
+    read_azure,
+    read_kvplan,
+    read_mooncake,
 )
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
@@ -74,16 +75,16 @@ class TraceStream:
     """A trace that is read while it is replayed: iterate once, in order of arrival.
 
     Up to `_REORDER` requests are held, so that those which arrive out of order find their place; one that comes later
-    still is an error. The counts, ``skipped_lines`` among them, are of what was read so far. Iterating raises
-    `InputError` with file:line of the first line that is wrong, and how many more are.
+    still is an error. `to_dict` counts what was handed out so far; ``skipped_lines`` are of what was read so far.
+    Iterating raises `InputError` with file:line of the first line that is wrong, and how many more are.
     """
 
     def __init__(
         self,
         path: str,
         format: str,
-        rows: Iterator[Request | BadLine],
         lines: Lines,
+        batches: Iterable[Batch],
         *,
         limit: int | None,
         rate_scale: Fraction,
@@ -98,17 +99,24 @@ class TraceStream:
         self.step_numbered = step_numbered
         self.scenario = scenario
         self.skipped_lines = 0
-        self.count = 0
-        self.input_tokens = 0
-        self.output_tokens = 0
-        self._rows = rows
         self._lines = lines
+        self._batches = batches
         self._limit = limit
         self._rate_scale = rate_scale
         self._skip_bad_lines = skip_bad_lines
         self._reorder = reorder
         self._samples = samples
         self._num_read = 0  # good rows, those that are held included
+        #: The first of the bad lines, if they are errors, and how many there are.
+        self._error: InputError | None = None
+        self._num_bad = 0
+        #: Requests that are being handed out, what is left of them, and how many of them the sums know.
+        self._ready: list[Request] = []
+        self._left = iter(self._ready)
+        self._num_summed = 0
+        self._count = 0
+        self._input_tokens = 0
+        self._output_tokens = 0
         self._first: int | None = None
         self._last = 0
 
@@ -126,14 +134,15 @@ class TraceStream:
         self._lines.close()
 
     def to_dict(self) -> dict[str, object]:
-        """The ``trace`` block of the JSON contract, of what was read so far."""
+        """The ``trace`` block of the JSON contract, of what was handed out so far."""
+        self._sum_up()
         span = self._last - (self._first or 0)
         return {
             "path": self.path,
             "format": self.format,
-            "requests": self.count,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
+            "requests": self._count,
+            "input_tokens": self._input_tokens,
+            "output_tokens": self._output_tokens,
             "duration_s": None if self.step_numbered else span / PICOSECONDS,
             "skipped_lines": self.skipped_lines,
         }
@@ -143,37 +152,46 @@ class TraceStream:
             raise RuntimeError("a trace is read once")
         top, bottom = self._rate_scale.numerator, self._rate_scale.denominator
         origin: int | None = None if self.format == "azure" else 0
-        for request in self._in_order(self._good_rows()):
+        for ready in self._in_order(self._good_rows()):
             if origin is None:
-                origin = request.arrival  # wall-clock times: the trace's zero is its first request
-            moved = request
+                origin = ready[0].arrival  # wall-clock times: the trace's zero is its first request
             if origin or top != bottom:
-                moved = request.sent_at((request.arrival - origin) * bottom // top)
+                ready[:] = [r.sent_at((r.arrival - origin) * bottom // top) for r in ready]
             if self._samples is not None:
-                moved = moved._replace(samples=self._samples)
+                ready[:] = [r._replace(samples=self._samples) for r in ready]
             if self._first is None:
-                self._first = moved.arrival
-            self._last = moved.arrival
-            self.count += 1
-            self.input_tokens += moved.input_tokens
-            self.output_tokens += moved.output_tokens * moved.samples
-            yield moved
+                self._first = ready[0].arrival
+            self._ready, self._left, self._num_summed = ready, iter(ready), 0
+            yield from self._left
+            self._sum_up()
+            ready.clear()  # they need not be held while the next are read
         if self._first is None:
             raise InputError(
                 "the trace holds no request", where=self.path, hint="give a trace with at least one line"
             )
 
-    def _in_order(self, requests: Iterator[Request]) -> Iterator[Request]:
+    def _sum_up(self) -> None:
+        """Take what was handed out since the last time into the sums."""
+        new = self._ready[self._num_summed : len(self._ready) - length_hint(self._left)]
+        if new:
+            prompts, answers = sum(r.input_tokens for r in new), sum(r.output_tokens * r.samples for r in new)
+            self._num_summed += len(new)
+            self._count += len(new)
+            self._input_tokens += prompts
+            self._output_tokens += answers
+            self._last = new[-1].arrival
+
+    def _in_order(self, lists: Iterator[list[Request]]) -> Iterator[list[Request]]:
         """Requests by arrival, ties as in the file: of twice as many as are held, the earlier half goes on.
 
         O(n) where they are in order already.
         """
         held: list[Request] = []
-        latest = 0
-        for batch in _batches(requests, self._reorder):
+        latest: int | None = None
+        for batch in _of_size(lists, self._reorder):
             held += batch
-            held.sort(key=_arrival)
-            if held[0].arrival < latest:
+            held.sort(key=_ARRIVAL)
+            if latest is not None and held[0].arrival < latest:
                 raise InputError(
                     f"request {quoted(held[0].id)} arrives before others that stand more than "
                     f"{self._reorder:,} lines earlier",
@@ -182,44 +200,66 @@ class TraceStream:
                 )
             ready = held[: -self._reorder] if self._reorder else []
             if ready:
-                yield from ready
                 latest = ready[-1].arrival
                 del held[: len(ready)]
-        yield from held
+                yield ready
+        if held:
+            yield held
 
-    def _good_rows(self) -> Iterator[Request]:
-        """Good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
+    def _good_rows(self) -> Iterator[list[Request]]:
+        """Good rows as they are read; the first bad one is an error that counts the rest, unless they are skipped."""
         ids = _Ids()
-        for row in self._rows:
-            if isinstance(row, Request) and ids.add(row.id):
-                self._num_read += 1
-                yield row
-                if self._num_read == self._limit:
-                    break
-                continue
-            problem = row if isinstance(row, BadLine) else id_stands_twice(row.id)
-            if not self._skip_bad_lines:
-                raise self._bad_line(problem, ids, self._limit and self._limit - self._num_read)
-            self.skipped_lines += 1
+        for batch in self._batches:
+            yield self._all_rows(batch, ids) or self._rows_one_by_one(batch, ids)
+            if self._num_read == self._limit:
+                break
+        if self._error is not None:
+            error, more = self._error, self._num_bad - 1
+            what = error.what + (f"; {more} more bad line{'s' if more > 1 else ''}" if more else "")
+            raise InputError(what, where=error.where, hint=error.hint)
         if ids.some_twice():
             raise InputError("an id stands twice", where=self.path, hint="give each request an id of its own")
 
-    def _bad_line(self, problem: BadLine, ids: _Ids, left: int | None) -> InputError:
-        """The error for a bad line, which says how many more there are before the limit."""
-        where = f"{self.path}:{self._lines.number}"
-        more = 0
-        for row in self._rows:
-            if isinstance(row, Request) and ids.add(row.id):
-                if left is not None:
-                    left -= 1
-                    if left <= 0:
-                        break
-            else:
-                more += 1
-        what = str(problem)
-        if more:
-            what += f"; {more} more bad line{'s' if more > 1 else ''}"
-        return InputError(what, where=where, hint=problem.hint)
+    def _all_rows(self, batch: Batch, ids: _Ids) -> list[Request]:
+        """The rows of a batch if nothing is wrong with any and the limit lets all of them in; else none."""
+        over = self._limit is not None and self._num_read + len(batch.items) > self._limit
+        if over or batch.are_lines or self._error:
+            return []
+        request_of = batch.request
+        try:
+            rows = [request_of(item, number) for number, item in enumerate(batch.items, batch.first)]
+        except BadLine:
+            return []
+        if not ids.add_all([row.id for row in rows]):
+            return []
+        self._num_read += len(rows)
+        return rows
+
+    def _rows_one_by_one(self, batch: Batch, ids: _Ids) -> list[Request]:
+        """A batch's good rows up to the limit, or up to the first bad line if that is an error; notes the bad ones."""
+        rows: list[Request] = []
+        for number, item in enumerate(batch.items, batch.first):
+            try:
+                row = batch.request(item, number)
+                ids.add(row.id)
+            except BadLine as bad:
+                if not (batch.are_lines and item.isspace()):
+                    self._note_bad(bad, number)
+                continue
+            if self._error is None:
+                rows.append(row)
+            self._num_read += 1
+            if self._num_read == self._limit:
+                break
+        return rows
+
+    def _note_bad(self, bad: BadLine, number: int) -> None:
+        if self._skip_bad_lines:
+            self.skipped_lines += 1
+            return
+        self._num_bad += 1
+        if self._error is None:
+            self._error = InputError(str(bad), where=f"{self.path}:{number}", hint=bad.hint)
 
 
 class _Ids:
@@ -229,33 +269,55 @@ class _Ids:
         self._names: set[str] = set()
         self._hashes = array("q")
 
-    def add(self, name: str) -> bool:
-        """Take in an id; False if it is known to have come before."""
+    def add(self, name: str) -> None:
+        """Take in an id; raises `BadLine` if it is known to have come before."""
         if self._hashes:
             self._hashes.append(hash(name))
+            return
+        names = self._names
+        if name in names:
+            raise id_stands_twice(name)
+        names.add(name)
+        if len(names) > _EXACT_IDS:
+            self._hashes.extend(map(hash, names))
+            names.clear()
+
+    def add_all(self, names: list[str]) -> bool:
+        """Take in many ids, or none of them (False) if each is to be added by itself."""
+        if self._hashes:
+            self._hashes.extend(map(hash, names))
             return True
-        if name in self._names:
+        new = set(names)
+        if (
+            len(new) < len(names)
+            or len(self._names) + len(new) > _EXACT_IDS
+            or not self._names.isdisjoint(new)
+        ):
             return False
-        self._names.add(name)
-        if len(self._names) > _EXACT_IDS:
-            self._hashes.extend(map(hash, self._names))
-            self._names.clear()
+        self._names |= new
         return True
 
     def some_twice(self) -> bool:
         """Whether two of many ids are equal (by 64 bits: of a million different ones, with a chance of 3e-8)."""
-        ordered = sorted(self._hashes)
-        return any(one == other for one, other in pairwise(ordered))
+        parts = [array("q") for _ in range(64)]  # so that no set is large
+        for hashed in self._hashes:
+            parts[hashed & 63].append(hashed)
+        return any(len(set(part)) < len(part) for part in parts)
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+_ARRIVAL = attrgetter("arrival")
 
 
-def _batches(requests: Iterator[Request], size: int | None) -> Iterator[list[Request]]:
-    """Lists of ``size`` requests each, the last shorter; one of all without a size."""
-    while batch := list(islice(requests, size)):
-        yield batch
+def _of_size(lists: Iterator[list[Request]], size: int | None) -> Iterator[list[Request]]:
+    """The same requests in lists of ``size``, the last shorter; in one without a size."""
+    waiting: list[Request] = []
+    for some in lists:
+        waiting += some
+        while size is not None and len(waiting) >= size:
+            yield waiting[:size]
+            del waiting[:size]
+    if waiting:
+        yield waiting
 
 
 def read_trace(
@@ -301,16 +363,18 @@ def open_trace(
         raise unknown_name("trace format", format, ("auto", *FORMATS), where="--format")
     lines = Lines(source, _open(source))
     scenario: SchedulerConfig | None = None
-    rows: Iterator[Request | BadLine]
+    batches: Iterable[Batch]
     try:
         first = lines.peek()
         if format == "auto":
             format = _recognise(first, lines)
         if format == "scenario":
             scenario, requests = read_scenario(lines.text(), lines.name)
-            rows = iter(requests)
+            batches = [Batch(1, requests, lambda request, _: request)]
         else:
-            rows = _READERS[format](lines)
+            if format == "azure" and columns(first) == AZURE_COLUMNS:
+                lines.skip()
+            batches = _READERS[format](lines)
     except InputError:
         lines.close()
         raise
@@ -321,8 +385,8 @@ def open_trace(
     return TraceStream(
         lines.name,
         format,
-        rows,
         lines,
+        batches,
         limit=limit,
         rate_scale=rate_scale,
         skip_bad_lines=skip_bad_lines,
@@ -352,7 +416,7 @@ def to_json_line(request: Request) -> str:
     return json.dumps(row, separators=(",", ":"))
 
 
-def _open(source: str) -> BinaryIO:
+def _open(source: str) -> BufferedReader:
     try:
         if source in workload_names() and not Path(source).exists():
             return (resource("workloads") / f"{source}.jsonl").open("rb")
@@ -396,35 +460,4 @@ def _recognise(first: str, lines: Lines) -> str:
     )
 
 
-def _each_line(lines: Lines, parse: Callable[[str, int], Request]) -> Iterator[Request | BadLine]:
-    for raw in lines:
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            yield BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}")
-            continue
-        try:
-            yield parse(text, lines.number)
-        except BadLine as bad:
-            yield bad
-
-
-def _read_kvplan(lines: Lines) -> Iterator[Request | BadLine]:
-    return _each_line(lines, kvplan_row)
-
-
-def _read_mooncake(lines: Lines) -> Iterator[Request | BadLine]:
-    return _each_line(lines, mooncake_row)
-
-
-def _read_azure(lines: Lines) -> Iterator[Request | BadLine]:
-    if columns(lines.peek()) == AZURE_COLUMNS:
-        lines.skip()
-    return _each_line(lines, azure_row)
-
-
-_READERS: Mapping[str, Callable[[Lines], Iterator[Request | BadLine]]] = {
-    "kvplan": _read_kvplan,
-    "azure": _read_azure,
-    "mooncake": _read_mooncake,
-}
+_READERS = {"kvplan": read_kvplan, "azure": read_azure, "mooncake": read_mooncake}

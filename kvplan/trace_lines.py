@@ -6,21 +6,23 @@ import os
 import stat
 import sys
 from collections.abc import Iterator
-from functools import partial
-from typing import BinaryIO
+from io import BufferedReader
 
 from kvplan.errors import InputError
 
 #: What is longer is no trace, and is not read into memory.
 _LONGEST_LINE = 1 << 25
 _LARGEST_SCENARIO = 1 << 28
+#: Bytes that are read at once, at most.
+_PIECE = 1 << 16
 
 
 class Lines:
-    """The lines of a source with their numbers, from 1; blank ones are left out."""
+    """The lines of a source in batches, with their numbers from 1."""
 
-    def __init__(self, source: str, file: BinaryIO) -> None:
+    def __init__(self, source: str, file: BufferedReader) -> None:
         self.name = source
+        #: How many lines were handed out or left out.
         self.number = 0
         self._file = file
         self._first: bytes | None = None
@@ -29,33 +31,24 @@ class Lines:
 
     @property
     def share_read(self) -> float | None:
-        """Bytes read over the file's size; None for what is no regular file."""
+        """Bytes of the lines so far over the file's size; None for what is no regular file."""
         return min(1.0, self._read / self._size) if self._size else None
-
-    def _raw_lines(self) -> Iterator[bytes]:
-        """Lines as they are in the file; one without an end is not read to memory's end."""
-        for raw in iter(partial(self._file.readline, _LONGEST_LINE + 1), b""):
-            if len(raw) > _LONGEST_LINE:
-                raise InputError(
-                    f"a line is longer than {_LONGEST_LINE >> 20} MiB",
-                    where=f"{self.name}:{self.number + 1}",
-                    hint="give a trace with one request a line",
-                )
-            yield raw
 
     def peek(self) -> str:
         """The first line that is not blank, without consuming it."""
-        if self._first is None:
-            for raw in self._raw_lines():
-                self._read += len(raw)
-                if raw.strip():
-                    self._first = raw.removeprefix(b"\xef\xbb\xbf")
-                    break
-                self.number += 1
-            else:
+        while self._first is None:
+            line = self._file.readline(_LONGEST_LINE + 1)
+            self._check_length(len(line))
+            if not line:
                 raise InputError(
                     "the trace is empty", where=self.name, hint="give a trace with at least one line"
                 )
+            self._read += len(line)
+            line = line.removeprefix(b"\xef\xbb\xbf")
+            if line.strip():
+                self._first = line
+            else:
+                self.number += 1
         return _decode(self._first, f"{self.name}:{self.number + 1}")
 
     def skip(self) -> None:
@@ -63,18 +56,44 @@ class Lines:
         self.number += 1
         self._first = None
 
-    def __iter__(self) -> Iterator[bytes]:
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        """Batches of whole lines as they are in the file, each with the number of its first line.
+
+        A batch is what could be read without waiting for more, so that the lines of a pipe are there as soon as they
+        are written. The beginning of a line is kept until its end has come.
+        """
         try:
             if self._first is not None:
-                self.number += 1
-                yield self._first
-            for raw in self._raw_lines():
-                self.number += 1
-                self._read += len(raw)
-                if raw.strip():
-                    yield raw
+                yield self._numbered(self._first)
+            begun = bytearray()
+            while piece := self._file.read1(_PIECE):
+                self._check_length(len(begun) + (piece.find(b"\n") + 1 or len(piece)))
+                ended, newline, rest = piece.rpartition(b"\n")
+                if newline:
+                    batch = bytes(begun) + ended + newline
+                    begun.clear()
+                    self._read += len(batch)
+                    yield self._numbered(batch)
+                begun += rest
+            if begun:
+                self._read += len(begun)
+                yield self._numbered(bytes(begun))
         finally:
             self.close()
+
+    def _numbered(self, batch: bytes) -> tuple[int, bytes]:
+        first = self.number + 1
+        self.number += batch.count(b"\n") + (not batch.endswith(b"\n"))
+        return first, batch
+
+    def _check_length(self, length: int) -> None:
+        """Whether the next line, of at least so many bytes, may be as long as that."""
+        if length > _LONGEST_LINE:
+            raise InputError(
+                f"a line is longer than {_LONGEST_LINE >> 20} MiB",
+                where=f"{self.name}:{self.number + 1}",
+                hint="give a trace with one request a line",
+            )
 
     def close(self) -> None:
         """Let go of the file; standard input stays open."""
@@ -94,7 +113,7 @@ class Lines:
         return _decode(raw, self.name)
 
 
-def _regular_size(file: BinaryIO) -> int | None:
+def _regular_size(file: BufferedReader) -> int | None:
     try:
         status = os.fstat(file.fileno())
     except (OSError, ValueError):  # no file behind it

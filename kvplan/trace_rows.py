@@ -1,6 +1,7 @@
-"""A line of a trace as a request: kvplan JSONL, Azure CSV, Mooncake JSONL; and the fields of JSON that it is made of.
+"""Lines of a trace as requests: kvplan JSONL, Azure CSV, Mooncake JSONL; and the fields of JSON they are made of.
 
-A row of a format takes a line and its number, and raises `BadLine` where it cannot be used.
+Lines are taken apart many at once where all of them are written as usual. Where one is not, each is taken by itself,
+which takes all that is allowed and tells what is wrong.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ import difflib
 import json
 import re
 import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 from functools import lru_cache
+from io import BytesIO
+from typing import Any, NamedTuple
 
 from kvplan.core.engine import quoted
 from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
@@ -52,50 +56,151 @@ def id_stands_twice(request_id: str) -> BadLine:
     return BadLine(f"id {quoted(request_id)} stands twice", "give each request an id of its own")
 
 
-def kvplan_row(text: str, number: int) -> Request:
-    """A line of kvplan JSONL; its number is the id of one that names none."""
-    row = json_object(text)
-    if not row.keys() <= KVPLAN_KEYS:
+class Batch(NamedTuple):
+    """Lines that were read at once: what each holds, from line ``first`` on.
+
+    ``request`` makes a request of that and the line's number, or raises `BadLine`. Items that ``are_lines`` as they are
+    in the file may be blank, which is no fault.
+    """
+
+    first: int
+    items: Sequence[Any]
+    request: Callable[[Any, int], Request]
+    are_lines: bool = False
+
+
+#: Batches of whole lines, each with the number of its first line.
+NumberedLines = Iterable[tuple[int, bytes]]
+
+
+def _batches(
+    lines: NumberedLines,
+    usual: Callable[[bytes], Sequence[Any] | None],
+    of_row: Callable[[Any, int], Request],
+    of_line: Callable[[bytes, int], Request],
+) -> Iterator[Batch]:
+    """What ``usual`` makes of whole batches, for ``of_row``; the lines of others, for ``of_line``."""
+    for first, batch in lines:
+        rows = usual(batch) if batch.endswith(b"\n") else None
+        if rows is not None:
+            yield Batch(first, rows, of_row)
+        else:
+            yield Batch(first, BytesIO(batch).readlines(), of_line, are_lines=True)
+
+
+def _text(line: bytes) -> str:
+    try:
+        return line.decode()
+    except UnicodeDecodeError as error:
+        raise BadLine(f"not UTF-8: byte 0x{line[error.start]:02x} at offset {error.start}") from error
+
+
+# JSONL
+
+
+def read_kvplan(lines: NumberedLines) -> Iterator[Batch]:
+    """Lines of kvplan JSONL; the number of one that names no id is its id."""
+    return _read_json(lines, _kvplan_row)
+
+
+def read_mooncake(lines: NumberedLines) -> Iterator[Batch]:
+    """Lines of Mooncake's JSONL; their numbers are their ids."""
+    return _read_json(lines, _mooncake_row)
+
+
+def _read_json(lines: NumberedLines, of_row: Callable[[dict[str, Any], int], Request]) -> Iterator[Batch]:
+    return _batches(lines, _objects, of_row, lambda line, number: of_row(json_object(_text(line)), number))
+
+
+#: All bytes but braces and ends of lines.
+_NO_BRACES = bytes(set(range(256)) - set(b"{}\n"))
+
+
+def _objects(batch: bytes) -> list[dict[str, Any]] | None:
+    """The objects of lines that hold one each and no other in it; None where that is not sure.
+
+    If each line has one pair of braces, and all of them with commas in between are a list of as many objects as there
+    are lines, then every pair is one of these objects, and each stands on a line of its own.
+    """
+    braces = batch.translate(None, _NO_BRACES)
+    count = len(braces) // 3
+    if braces != b"{}\n" * count:
+        return None
+    try:
+        rows = json.loads("[" + batch[:-1].decode().replace("\n", ",") + "]")
+    except (ValueError, RecursionError):
+        return None
+    return rows if len(rows) == count and set(map(type, rows)) == {dict} else None
+
+
+def _kvplan_row(row: dict[str, Any], number: int) -> Request:
+    if "id" not in row:
+        row["id"] = str(number)
+    name, arrival_s = row["id"], row.get("arrival_s")
+    prompt, answer = row.get("input_tokens"), row.get("output_tokens")
+    if (
+        type(name) is str
+        and name.isascii()
+        and type(arrival_s) is float
+        and 0 <= arrival_s < 10**9
+        and type(prompt) is int
+        and 0 < prompt <= MAX_TOKENS
+        and type(answer) is int
+        and 0 < answer <= MAX_TOKENS
+    ):
+        # A number of millionths of up to 15 digits was written as one: no other decimal of so few digits is this float.
+        millionths = round(arrival_s * 10**6)
+        arrival = millionths * 10**6 if millionths / 10**6 == arrival_s else _ticks(arrival_s, "arrival_s")
+        if len(row) == 4:
+            return _new(Request, (name, arrival, prompt, answer, 0, (), 1, None, False))
+        _check_keys(row)
+    else:
+        _check_keys(row)
+        name = request_id(name)
+        arrival = _ticks(arrival_s, "arrival_s")
+        prompt = token_count(prompt, "input_tokens")
+        answer = token_count(answer, "output_tokens")
+    priority = whole_number(row["priority"], "priority") if "priority" in row else 0
+    samples = _samples(row["n"]) if "n" in row else 1
+    abort = _ticks(row["abort_s"], "abort_s") if "abort_s" in row else None
+    if abort is not None and abort < arrival:
+        raise BadLine(f"abort_s is {row['abort_s']}", "write a time from arrival_s on")
+    content: tuple[Segment, ...] = ()
+    if "content" in row:
+        if "hash_ids" in row:
+            raise BadLine("content and hash_ids both say what the prompt holds", "give one of them")
+        content = content_of(row["content"], prompt)
+    elif "hash_ids" in row:
+        if "hash_block_size" not in row:
+            raise BadLine("hash_ids without hash_block_size", "say how many tokens an id stands for")
+        block_size = token_count(row["hash_block_size"], "hash_block_size")
+        content = _hashed_content(row["hash_ids"], block_size, name, prompt)
+    return _new(Request, (name, arrival, prompt, answer, priority, content, samples, abort, False))
+
+
+def _check_keys(row: dict[str, Any]) -> None:
+    if not KVPLAN_KEYS.issuperset(row):
         key = min(row.keys() - KVPLAN_KEYS)
         near = difflib.get_close_matches(key, KVPLAN_KEYS, n=1)
         known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(KVPLAN_KEYS))}"
         raise BadLine(f"unknown key {quoted(key)}", known)
-    request = Request(
-        request_id(row.get("id", number)),
-        _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
-        token_count(row.get("input_tokens"), "input_tokens"),
-        token_count(row.get("output_tokens"), "output_tokens"),
-        whole_number(row["priority"], "priority") if "priority" in row else 0,
-        (),
-        _samples(row["n"]) if "n" in row else 1,
-    )
-    if "abort_s" in row:
-        abort = _ticks(row["abort_s"], "abort_s", PICOSECONDS)
-        if abort < request.arrival:
-            raise BadLine(f"abort_s is {row['abort_s']}", "write a time from arrival_s on")
-        request = request._replace(abort=abort)
-    if "content" in row and "hash_ids" in row:
-        raise BadLine("content and hash_ids both say what the prompt holds", "give one of them")
-    if "content" in row:
-        return request._replace(content=content_of(row["content"], request.input_tokens))
-    if "hash_ids" in row:
-        if "hash_block_size" not in row:
-            raise BadLine("hash_ids without hash_block_size", "say how many tokens an id stands for")
-        size = token_count(row["hash_block_size"], "hash_block_size")
-        return _with_hash_ids(request, row["hash_ids"], size)
-    return request
 
 
-def mooncake_row(text: str, number: int) -> Request:
-    """A line of Mooncake's JSONL; its number is its id."""
-    row = json_object(text)
-    request = Request(
-        str(number),
-        _ticks(row.get("timestamp"), "timestamp", PICOSECONDS // 1000),
-        token_count(row.get("input_length"), "input_length"),
-        token_count(row.get("output_length"), "output_length"),
-    )
-    return _with_hash_ids(request, row.get("hash_ids", []), _MOONCAKE_BLOCK_SIZE)
+def _mooncake_row(row: dict[str, Any], number: int) -> Request:
+    name = str(number)
+    arrival = _ticks(row.get("timestamp"), "timestamp", 1000)
+    prompt = token_count(row.get("input_length"), "input_length")
+    answer = token_count(row.get("output_length"), "output_length")
+    content = _hashed_content(row.get("hash_ids", []), _MOONCAKE_BLOCK_SIZE, name, prompt)
+    return _new(Request, (name, arrival, prompt, answer, 0, content, 1, None, False))
+
+
+# Azure's CSV
+
+
+def read_azure(lines: NumberedLines) -> Iterator[Batch]:
+    """Lines of Azure's CSV below its header; their numbers are their ids, and arrivals count from 1970."""
+    return _batches(lines, _azure_rows, _azure_row, _azure_line)
 
 
 def columns(text: str) -> tuple[str, ...]:
@@ -103,34 +208,50 @@ def columns(text: str) -> tuple[str, ...]:
     return tuple(map(str.strip, text.split(",")))
 
 
-def azure_row(text: str, number: int) -> Request:
-    """A line of Azure's CSV below its header, its arrival counted from 1970; its number is its id."""
-    cells = columns(text)
+def _azure_line(line: bytes, number: int) -> Request:
+    cells = columns(_text(line))
     if len(cells) != len(AZURE_COLUMNS):
         raise BadLine(f"{len(cells)} columns instead of {len(AZURE_COLUMNS)}: the line may be cut")
     time, context, generated = cells
+    match = _TIME.fullmatch(time)
+    if not match:
+        raise BadLine(f"TIMESTAMP is {quoted(time)}, not a time such as 2023-11-16 18:17:03.9799600")
     return Request(
         str(number),
-        _wall_clock(time),
+        _wall_clock(time, *match.groups("")),
         token_count(_digits(context, "ContextTokens"), "ContextTokens"),
         token_count(_digits(generated, "GeneratedTokens"), "GeneratedTokens"),
     )
 
 
-#: Seconds since 1970 with any number of fractional digits, with or without a zone (2023: seven digits and
-#: none, 2024: a variable number and +00:00).
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:Z|\+00:00)?\Z")
+#: A second of the calendar and any number of fractional digits, with or without a zone (2023: seven digits and none,
+#: 2024: a variable number and +00:00).
+_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:Z|\+00:00)?")
+_USUAL_LINE = re.compile(
+    rf"^({_TIME.pattern}),([1-9]\d{{0,8}}),([1-9]\d{{0,8}})\r?\n", re.ASCII | re.MULTILINE
+)
 
 
-def _wall_clock(text: str) -> int:
-    match = _TIME.match(text)
-    if not match:
-        raise BadLine(f"TIMESTAMP is {quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
-    second, fraction = match.groups("")
+def _azure_rows(batch: bytes) -> list[tuple[str, ...]] | None:
+    """Time, its second and fraction, and both lengths of each line; None where one is not as usual."""
+    try:
+        rows = _USUAL_LINE.findall(batch.decode())
+    except UnicodeDecodeError:
+        return None
+    return rows if len(rows) == batch.count(b"\n") else None
+
+
+def _azure_row(row: tuple[str, ...], number: int) -> Request:
+    time, second, fraction, context, generated = row
+    arrival = _wall_clock(time, second, fraction)
+    return _new(Request, (str(number), arrival, int(context), int(generated), 0, (), 1, None, False))
+
+
+def _wall_clock(time: str, second: str, fraction: str) -> int:
     try:
         since_1970 = _since_1970(second)
     except ValueError as error:
-        raise BadLine(f"TIMESTAMP is {quoted(text)}: {error}") from error
+        raise BadLine(f"TIMESTAMP is {quoted(time)}: {error}") from error
     return since_1970 * PICOSECONDS + int(fraction.ljust(12, "0"))
 
 
@@ -140,6 +261,10 @@ def _since_1970(second: str) -> int:
 
 
 # Fields
+
+
+#: Makes a named tuple of all its values, which its own class takes twice as long for.
+_new = tuple.__new__
 
 
 #: What `json.loads` calls, without what it does around it for texts of other kinds.
@@ -211,22 +336,16 @@ def _samples(value: object) -> int:
     return number
 
 
-def _ticks(value: object, field: str, ticks_per_unit: int) -> int:
-    """A time as ticks, exact in the decimal digits that were written."""
+def _ticks(value: object, field: str, per_second: int = 1) -> int:
+    """A time in units of which a second has so many, as picoseconds, exact in the decimal digits that were written."""
     if value is None:
         raise BadLine(f"{field} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise BadLine(f"{field} is {shown(value)}, not a number")
-    if not 0 <= value <= _MAX_ARRIVAL_S * PICOSECONDS // ticks_per_unit:  # false for NaN too
+    if not 0 <= value <= _MAX_ARRIVAL_S * per_second:  # false for NaN too
         raise BadLine(f"{field} is {value}, not a time from 0 on")
-    if isinstance(value, int):
-        return value * ticks_per_unit
-    # If it is a number of millionths of up to 15 digits, it was written as one: no other decimal of so few digits
-    # is the same float.
-    millionths = round(value * 10**6)
-    if millionths < 10**15 and millionths / 10**6 == value and ticks_per_unit % 10**6 == 0:
-        return millionths * (ticks_per_unit // 10**6)
-    return int(Decimal(repr(value)) * ticks_per_unit)
+    ticks = PICOSECONDS // per_second
+    return value * ticks if isinstance(value, int) else int(Decimal(repr(value)) * ticks)
 
 
 def content_of(value: object, input_tokens: int) -> tuple[Segment, ...]:
@@ -234,35 +353,45 @@ def content_of(value: object, input_tokens: int) -> tuple[Segment, ...]:
     if not isinstance(value, list):
         raise BadLine(f"content is {shown(value)}, not a list of [stream, start, length]")
     segments = []
+    total = 0
     for item in value:
-        if not (isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and _is_name(item[0])):
-            raise BadLine(f"content holds {shown(item)}, not [stream, start, length]")
-        start, length = whole_number(item[1], "content start"), whole_number(item[2], "content length")
+        if not isinstance(item, list) or len(item) != 3:
+            raise _no_segment(item)
+        stream, start, length = item
+        if not isinstance(stream, str) or not (stream.isascii() or _is_name(stream)):
+            raise _no_segment(item)
+        if type(start) is not int or type(length) is not int:
+            whole_number(start, "content start")
+            whole_number(length, "content length")
         if start < 0 or length < 0:
             raise BadLine(f"content holds {shown(item)}: start and length are from 0 on")
-        segments.append(Segment(sys.intern(item[0]), start, length))
-    total = sum(segment.length for segment in segments)
+        total += length
+        segments.append(_new(Segment, (sys.intern(stream), start, length)))
     if total != input_tokens:
         raise BadLine(f"content has {total:,} tokens, the prompt {input_tokens:,}", "make them equal")
     return tuple(segments)
 
 
-def _with_hash_ids(request: Request, ids: object, block_size: int) -> Request:
+def _no_segment(item: object) -> BadLine:
+    return BadLine(f"content holds {shown(item)}, not [stream, start, length]")
+
+
+def _hashed_content(ids: object, block_size: int, name: str, input_tokens: int) -> tuple[Segment, ...]:
     """Content of a prompt whose whole blocks have ids; what is left over shares nothing."""
-    if not isinstance(ids, list) or not all(_is_name(i) for i in ids):
+    if not isinstance(ids, list) or not (set(map(type, ids)) <= {int} or all(map(_is_name, ids))):
         raise BadLine(f"hash_ids is {shown(ids)}, not a list of ids")
     if not ids:
-        return request
-    whole, left = divmod(request.input_tokens, block_size)
+        return ()
+    whole, left = divmod(input_tokens, block_size)
     if len(ids) not in {whole, whole + (left > 0)}:
         raise BadLine(
-            f"{len(ids)} hash_ids for {request.input_tokens:,} tokens in blocks of {block_size}",
+            f"{len(ids)} hash_ids for {input_tokens:,} tokens in blocks of {block_size}",
             f"give {whole} ids, or {whole + (left > 0)} with one for the partial last block",
         )
-    content = [Segment(f"h:{i}", 0, block_size) for i in ids[:whole]]
+    content = [_new(Segment, (f"h:{i}", 0, block_size)) for i in ids[:whole]]
     if left:
-        content.append(Segment(f"p:{request.id}", 0, left))
-    return request._replace(content=tuple(content))
+        content.append(Segment(f"p:{name}", 0, left))
+    return tuple(content)
 
 
 def shown(value: object) -> str:
