@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
+from typing import cast
 
 from kvplan.errors import InputError
 
 
-def open_input(source: str) -> BinaryIO:
+def open_input(source: str) -> BufferedReader:
     """A file in bytes, or standard input for ``-``, which can be read once.
 
     Raises `InputError` if standard input is closed, and `OSError` where a file cannot be opened.
@@ -20,4 +21,4 @@ def open_input(source: str) -> BinaryIO:
         raise InputError("standard input is closed", where="-", hint="give a file, or open standard input")
     if sys.stdin.buffer.closed:
         raise InputError("standard input was read already", where="-", hint="give one of the two as a file")
-    return sys.stdin.buffer
+    return cast("BufferedReader", sys.stdin.buffer)

@@ -7,62 +7,40 @@ from __future__ import annotations
 
 import difflib
 import json
-import os
-import re
-import stat
-import sys
 from array import array
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from decimal import Decimal
 from fractions import Fraction
-from functools import lru_cache, partial
-from itertools import islice, pairwise
+from io import BufferedReader
+from operator import attrgetter, length_hint
 from pathlib import Path
-from typing import BinaryIO, cast
 
-from kvplan.core.drafts import METHODS, Drafting
-from kvplan.core.engine import GroupKind, GroupSpec, SchedulerConfig, StateMode, quoted
-from kvplan.core.request import MAX_SAMPLES, PICOSECONDS, Request, Segment
+from kvplan.core.engine import SchedulerConfig, quoted
+from kvplan.core.request import PICOSECONDS, Request
 from kvplan.data import resource
 from kvplan.errors import InputError, unknown_name, unreadable
 from kvplan.inputs import open_input
+from kvplan.scenario import read_scenario
+from kvplan.trace_lines import Lines
+from kvplan.trace_rows import (
+    AZURE_COLUMNS,
+    KVPLAN_KEYS,
+    BadLine,
+    Batch,
+    columns,
+    id_stands_twice,
+    json_object,
+    read_azure,
+    read_kvplan,
+    read_mooncake,
+)
 
 FORMATS = ("kvplan", "azure", "mooncake", "scenario")
 
-#: Beyond these a number is a mistake, not a workload.
-_MAX_TOKENS = 10**9
-_MAX_BLOCKS = 10**8
-_MAX_ARRIVAL_S = 10**10
-_MAX_GROUPS = 1024
-_MAX_DRAFTS = 10**4
-_MAX_STAGES = 10**4
-
-_AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_KVPLAN_KEYS = frozenset(
-    {
-        "id",
-        "arrival_s",
-        "abort_s",
-        "input_tokens",
-        "output_tokens",
-        "priority",
-        "n",
-        "content",
-        "hash_ids",
-        "hash_block_size",
-    }
-)
 #: Requests that may be out of order by so many places; as many again are held while they are sorted.
 _REORDER = 1 << 16
-#: What is longer is no trace, and is not read into memory.
-_LONGEST_LINE = 1 << 25
-_LARGEST_SCENARIO = 1 << 28
 #: Ids that are kept as they are to tell doubles at once.
 _EXACT_IDS = 1 << 17
-#: Mooncake's hash ids stand for blocks of this many tokens (FAST25-release/traces of kvcache-ai/Mooncake).
-_MOONCAKE_BLOCK_SIZE = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +75,16 @@ class TraceStream:
     """A trace that is read while it is replayed: iterate once, in order of arrival.
 
     Up to `_REORDER` requests are held, so that those which arrive out of order find their place; one that comes later
-    still is an error. The counts, ``skipped_lines`` among them, are of what was read so far. Iterating raises
-    `InputError` with file:line of the first line that is wrong, and how many more are.
+    still is an error. `to_dict` counts what was handed out so far; ``skipped_lines`` are of what was read so far.
+    Iterating raises `InputError` with file:line of the first line that is wrong, and how many more are.
     """
 
     def __init__(
         self,
         path: str,
         format: str,
-        rows: Iterator[Request | _BadLine],
-        lines: _Lines,
+        lines: Lines,
+        batches: Iterable[Batch],
         *,
         limit: int | None,
         rate_scale: Fraction,
@@ -121,17 +99,24 @@ class TraceStream:
         self.step_numbered = step_numbered
         self.scenario = scenario
         self.skipped_lines = 0
-        self.count = 0
-        self.input_tokens = 0
-        self.output_tokens = 0
-        self._rows = rows
         self._lines = lines
+        self._batches = batches
         self._limit = limit
         self._rate_scale = rate_scale
         self._skip_bad_lines = skip_bad_lines
         self._reorder = reorder
         self._samples = samples
         self._num_read = 0  # good rows, those that are held included
+        #: The first of the bad lines, if they are errors, and how many there are.
+        self._error: InputError | None = None
+        self._num_bad = 0
+        #: Requests that are being handed out, what is left of them, and how many of them the sums know.
+        self._ready: list[Request] = []
+        self._left = iter(self._ready)
+        self._num_summed = 0
+        self._count = 0
+        self._input_tokens = 0
+        self._output_tokens = 0
         self._first: int | None = None
         self._last = 0
 
@@ -149,14 +134,15 @@ class TraceStream:
         self._lines.close()
 
     def to_dict(self) -> dict[str, object]:
-        """The ``trace`` block of the JSON contract, of what was read so far."""
+        """The ``trace`` block of the JSON contract, of what was handed out so far."""
+        self._sum_up()
         span = self._last - (self._first or 0)
         return {
             "path": self.path,
             "format": self.format,
-            "requests": self.count,
-            "input_tokens": self.input_tokens,
-            "output_tokens": self.output_tokens,
+            "requests": self._count,
+            "input_tokens": self._input_tokens,
+            "output_tokens": self._output_tokens,
             "duration_s": None if self.step_numbered else span / PICOSECONDS,
             "skipped_lines": self.skipped_lines,
         }
@@ -166,37 +152,46 @@ class TraceStream:
             raise RuntimeError("a trace is read once")
         top, bottom = self._rate_scale.numerator, self._rate_scale.denominator
         origin: int | None = None if self.format == "azure" else 0
-        for request in self._in_order(self._good_rows()):
+        for ready in self._in_order(self._good_rows()):
             if origin is None:
-                origin = request.arrival  # wall-clock times: the trace's zero is its first request
-            moved = request
+                origin = ready[0].arrival  # wall-clock times: the trace's zero is its first request
             if origin or top != bottom:
-                moved = request.sent_at((request.arrival - origin) * bottom // top)
+                ready[:] = [r.sent_at((r.arrival - origin) * bottom // top) for r in ready]
             if self._samples is not None:
-                moved = moved._replace(samples=self._samples)
+                ready[:] = [r._replace(samples=self._samples) for r in ready]
             if self._first is None:
-                self._first = moved.arrival
-            self._last = moved.arrival
-            self.count += 1
-            self.input_tokens += moved.input_tokens
-            self.output_tokens += moved.output_tokens * moved.samples
-            yield moved
+                self._first = ready[0].arrival
+            self._ready, self._left, self._num_summed = ready, iter(ready), 0
+            yield from self._left
+            self._sum_up()
+            ready.clear()  # they need not be held while the next are read
         if self._first is None:
             raise InputError(
                 "the trace holds no request", where=self.path, hint="give a trace with at least one line"
             )
 
-    def _in_order(self, requests: Iterator[Request]) -> Iterator[Request]:
+    def _sum_up(self) -> None:
+        """Take what was handed out since the last time into the sums."""
+        new = self._ready[self._num_summed : len(self._ready) - length_hint(self._left)]
+        if new:
+            prompts, answers = sum(r.input_tokens for r in new), sum(r.output_tokens * r.samples for r in new)
+            self._num_summed += len(new)
+            self._count += len(new)
+            self._input_tokens += prompts
+            self._output_tokens += answers
+            self._last = new[-1].arrival
+
+    def _in_order(self, lists: Iterator[list[Request]]) -> Iterator[list[Request]]:
         """Requests by arrival, ties as in the file: of twice as many as are held, the earlier half goes on.
 
         O(n) where they are in order already.
         """
         held: list[Request] = []
-        latest = 0
-        for batch in _batches(requests, self._reorder):
+        latest: int | None = None
+        for batch in _of_size(lists, self._reorder):
             held += batch
-            held.sort(key=_arrival)
-            if held[0].arrival < latest:
+            held.sort(key=_ARRIVAL)
+            if latest is not None and held[0].arrival < latest:
                 raise InputError(
                     f"request {quoted(held[0].id)} arrives before others that stand more than "
                     f"{self._reorder:,} lines earlier",
@@ -205,44 +200,66 @@ class TraceStream:
                 )
             ready = held[: -self._reorder] if self._reorder else []
             if ready:
-                yield from ready
                 latest = ready[-1].arrival
                 del held[: len(ready)]
-        yield from held
+                yield ready
+        if held:
+            yield held
 
-    def _good_rows(self) -> Iterator[Request]:
-        """Good rows; the first bad one is an error that counts the rest, unless bad ones are skipped."""
+    def _good_rows(self) -> Iterator[list[Request]]:
+        """Good rows as they are read; the first bad one is an error that counts the rest, unless they are skipped."""
         ids = _Ids()
-        for row in self._rows:
-            if isinstance(row, Request) and ids.add(row.id):
-                self._num_read += 1
-                yield row
-                if self._num_read == self._limit:
-                    break
-                continue
-            problem = row if isinstance(row, _BadLine) else _twice(row.id)
-            if not self._skip_bad_lines:
-                raise self._bad_line(problem, ids, self._limit and self._limit - self._num_read)
-            self.skipped_lines += 1
+        for batch in self._batches:
+            yield self._all_rows(batch, ids) or self._rows_one_by_one(batch, ids)
+            if self._num_read == self._limit:
+                break
+        if self._error is not None:
+            error, more = self._error, self._num_bad - 1
+            what = error.what + (f"; {more} more bad line{'s' if more > 1 else ''}" if more else "")
+            raise InputError(what, where=error.where, hint=error.hint)
         if ids.some_twice():
             raise InputError("an id stands twice", where=self.path, hint="give each request an id of its own")
 
-    def _bad_line(self, problem: _BadLine, ids: _Ids, left: int | None) -> InputError:
-        """The error for a bad line, which says how many more there are before the limit."""
-        where = f"{self.path}:{self._lines.number}"
-        more = 0
-        for row in self._rows:
-            if isinstance(row, Request) and ids.add(row.id):
-                if left is not None:
-                    left -= 1
-                    if left <= 0:
-                        break
-            else:
-                more += 1
-        what = str(problem)
-        if more:
-            what += f"; {more} more bad line{'s' if more > 1 else ''}"
-        return InputError(what, where=where, hint=problem.hint)
+    def _all_rows(self, batch: Batch, ids: _Ids) -> list[Request]:
+        """The rows of a batch if nothing is wrong with any and the limit lets all of them in; else none."""
+        over = self._limit is not None and self._num_read + len(batch.items) > self._limit
+        if over or batch.are_lines or self._error:
+            return []
+        request_of = batch.request
+        try:
+            rows = [request_of(item, number) for number, item in enumerate(batch.items, batch.first)]
+        except BadLine:
+            return []
+        if not ids.add_all([row.id for row in rows]):
+            return []
+        self._num_read += len(rows)
+        return rows
+
+    def _rows_one_by_one(self, batch: Batch, ids: _Ids) -> list[Request]:
+        """A batch's good rows up to the limit, or up to the first bad line if that is an error; notes the bad ones."""
+        rows: list[Request] = []
+        for number, item in enumerate(batch.items, batch.first):
+            try:
+                row = batch.request(item, number)
+                ids.add(row.id)
+            except BadLine as bad:
+                if not (batch.are_lines and item.isspace()):
+                    self._note_bad(bad, number)
+                continue
+            if self._error is None:
+                rows.append(row)
+            self._num_read += 1
+            if self._num_read == self._limit:
+                break
+        return rows
+
+    def _note_bad(self, bad: BadLine, number: int) -> None:
+        if self._skip_bad_lines:
+            self.skipped_lines += 1
+            return
+        self._num_bad += 1
+        if self._error is None:
+            self._error = InputError(str(bad), where=f"{self.path}:{number}", hint=bad.hint)
 
 
 class _Ids:
@@ -252,41 +269,55 @@ class _Ids:
         self._names: set[str] = set()
         self._hashes = array("q")
 
-    def add(self, name: str) -> bool:
-        """Take in an id; False if it is known to have come before."""
+    def add(self, name: str) -> None:
+        """Take in an id; raises `BadLine` if it is known to have come before."""
         if self._hashes:
             self._hashes.append(hash(name))
+            return
+        names = self._names
+        if name in names:
+            raise id_stands_twice(name)
+        names.add(name)
+        if len(names) > _EXACT_IDS:
+            self._hashes.extend(map(hash, names))
+            names.clear()
+
+    def add_all(self, names: list[str]) -> bool:
+        """Take in many ids, or none of them (False) if each is to be added by itself."""
+        if self._hashes:
+            self._hashes.extend(map(hash, names))
             return True
-        if name in self._names:
+        new = set(names)
+        if (
+            len(new) < len(names)
+            or len(self._names) + len(new) > _EXACT_IDS
+            or not self._names.isdisjoint(new)
+        ):
             return False
-        self._names.add(name)
-        if len(self._names) > _EXACT_IDS:
-            self._hashes.extend(map(hash, self._names))
-            self._names.clear()
+        self._names |= new
         return True
 
     def some_twice(self) -> bool:
         """Whether two of many ids are equal (by 64 bits: of a million different ones, with a chance of 3e-8)."""
-        ordered = sorted(self._hashes)
-        return any(one == other for one, other in pairwise(ordered))
+        parts = [array("q") for _ in range(64)]  # so that no set is large
+        for hashed in self._hashes:
+            parts[hashed & 63].append(hashed)
+        return any(len(set(part)) < len(part) for part in parts)
 
 
-def _arrival(request: Request) -> int:
-    return request.arrival
+_ARRIVAL = attrgetter("arrival")
 
 
-def _batches(requests: Iterator[Request], size: int | None) -> Iterator[list[Request]]:
-    """Lists of ``size`` requests each, the last shorter; one of all without a size."""
-    while batch := list(islice(requests, size)):
-        yield batch
-
-
-class _BadLine(Exception):
-    """A line that cannot be used: what is wrong with it and what would mend it."""
-
-    def __init__(self, what: str, hint: str = "mend the line, or pass --skip-bad-lines") -> None:
-        super().__init__(what)
-        self.hint = hint
+def _of_size(lists: Iterator[list[Request]], size: int | None) -> Iterator[list[Request]]:
+    """The same requests in lists of ``size``, the last shorter; in one without a size."""
+    waiting: list[Request] = []
+    for some in lists:
+        waiting += some
+        while size is not None and len(waiting) >= size:
+            yield waiting[:size]
+            del waiting[:size]
+    if waiting:
+        yield waiting
 
 
 def read_trace(
@@ -330,18 +361,20 @@ def open_trace(
     """
     if format not in ("auto", *FORMATS):
         raise unknown_name("trace format", format, ("auto", *FORMATS), where="--format")
-    lines = _Lines(source, _open(source))
+    lines = Lines(source, _open(source))
     scenario: SchedulerConfig | None = None
-    rows: Iterator[Request | _BadLine]
+    batches: Iterable[Batch]
     try:
         first = lines.peek()
         if format == "auto":
             format = _recognise(first, lines)
         if format == "scenario":
-            whole = _read_scenario(lines)
-            scenario, rows = whole.scenario, iter(whole.requests)
+            scenario, requests = read_scenario(lines.text(), lines.name)
+            batches = [Batch(1, requests, lambda request, _: request)]
         else:
-            rows = _READERS[format](lines)
+            if format == "azure" and columns(first) == AZURE_COLUMNS:
+                lines.skip()
+            batches = _READERS[format](lines)
     except InputError:
         lines.close()
         raise
@@ -352,8 +385,8 @@ def open_trace(
     return TraceStream(
         lines.name,
         format,
-        rows,
         lines,
+        batches,
         limit=limit,
         rate_scale=rate_scale,
         skip_bad_lines=skip_bad_lines,
@@ -383,96 +416,7 @@ def to_json_line(request: Request) -> str:
     return json.dumps(row, separators=(",", ":"))
 
 
-# Lines
-
-
-class _Lines:
-    """The lines of a source with their numbers, from 1; blank ones are left out."""
-
-    def __init__(self, source: str, file: BinaryIO) -> None:
-        self.name = source
-        self.number = 0
-        self._file = file
-        self._first: bytes | None = None
-        self._size = _regular_size(file)
-        self._read = 0
-
-    @property
-    def share_read(self) -> float | None:
-        """Bytes read over the file's size; None for what is no regular file."""
-        return min(1.0, self._read / self._size) if self._size else None
-
-    def _raw_lines(self) -> Iterator[bytes]:
-        """Lines as they are in the file; one without an end is not read to memory's end."""
-        for raw in iter(partial(self._file.readline, _LONGEST_LINE + 1), b""):
-            if len(raw) > _LONGEST_LINE:
-                raise InputError(
-                    f"a line is longer than {_LONGEST_LINE >> 20} MiB",
-                    where=f"{self.name}:{self.number + 1}",
-                    hint="give a trace with one request a line",
-                )
-            yield raw
-
-    def peek(self) -> str:
-        """The first line that is not blank, without consuming it."""
-        if self._first is None:
-            for raw in self._raw_lines():
-                self._read += len(raw)
-                if raw.strip():
-                    self._first = raw.removeprefix(b"\xef\xbb\xbf")
-                    break
-                self.number += 1
-            else:
-                raise InputError(
-                    "the trace is empty", where=self.name, hint="give a trace with at least one line"
-                )
-        return _decode(self._first, f"{self.name}:{self.number + 1}")
-
-    def skip(self) -> None:
-        """Leave out the line that was peeked at."""
-        self.number += 1
-        self._first = None
-
-    def __iter__(self) -> Iterator[bytes]:
-        try:
-            if self._first is not None:
-                self.number += 1
-                yield self._first
-            for raw in self._raw_lines():
-                self.number += 1
-                self._read += len(raw)
-                if raw.strip():
-                    yield raw
-        finally:
-            self.close()
-
-    def close(self) -> None:
-        """Let go of the file; standard input stays open."""
-        if sys.stdin is None or self._file is not sys.stdin.buffer:
-            self._file.close()
-
-    def text(self) -> str:
-        """All that is left, as one text."""
-        raw = (self._first or b"") + self._file.read(_LARGEST_SCENARIO)
-        self.close()
-        if len(raw) >= _LARGEST_SCENARIO:
-            raise InputError(
-                f"a scenario of more than {_LARGEST_SCENARIO >> 20} MiB",
-                where=self.name,
-                hint="give a trace with one request a line",
-            )
-        return _decode(raw, self.name)
-
-
-def _regular_size(file: BinaryIO) -> int | None:
-    try:
-        status = os.fstat(file.fileno())
-    except (OSError, ValueError):  # no file behind it
-        return None
-    return status.st_size if stat.S_ISREG(status.st_mode) else None
-
-
-def _open(source: str) -> BinaryIO:
+def _open(source: str) -> BufferedReader:
     try:
         if source in workload_names() and not Path(source).exists():
             return (resource("workloads") / f"{source}.jsonl").open("rb")
@@ -494,31 +438,20 @@ def workload_names() -> list[str]:
     return sorted(path.stem for path in resource("workloads").glob("*.jsonl"))
 
 
-def _decode(raw: bytes, where: str) -> str:
-    try:
-        return raw.decode()
-    except UnicodeDecodeError as error:
-        raise InputError(
-            f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}",
-            where=where,
-            hint="give a text file in UTF-8",
-        ) from error
-
-
-def _recognise(first: str, lines: _Lines) -> str:
-    if _columns(first) == _AZURE_COLUMNS:
+def _recognise(first: str, lines: Lines) -> str:
+    if columns(first) == AZURE_COLUMNS:
         return "azure"
     if first.lstrip().startswith("{"):
         try:
-            row = _parse_json(first)
-        except _BadLine:
+            row = json_object(first)
+        except BadLine:
             # An object that goes on over several lines is a scenario file, or a line that is cut.
             return "scenario" if '"config"' in first or not first.rstrip().endswith("}") else "kvplan"
         if {"timestamp", "input_length"} <= row.keys():
             return "mooncake"
         if {"config", "requests"} <= row.keys():
             return "scenario"
-        if row.keys() & _KVPLAN_KEYS:
+        if row.keys() & KVPLAN_KEYS:
             return "kvplan"
     raise InputError(
         f"no trace format that kvplan knows: the first line is {quoted(first.strip())}",
@@ -527,453 +460,4 @@ def _recognise(first: str, lines: _Lines) -> str:
     )
 
 
-def _twice(request_id: str) -> _BadLine:
-    return _BadLine(f"id {quoted(request_id)} stands twice", "give each request an id of its own")
-
-
-def _each_line(lines: _Lines, parse: Callable[[str, int], Request]) -> Iterator[Request | _BadLine]:
-    for raw in lines:
-        try:
-            text = raw.decode()
-        except UnicodeDecodeError as error:
-            yield _BadLine(f"not UTF-8: byte 0x{raw[error.start]:02x} at offset {error.start}")
-            continue
-        try:
-            yield parse(text, lines.number)
-        except _BadLine as bad:
-            yield bad
-
-
-# Formats
-
-
-def _read_kvplan(lines: _Lines) -> Iterator[Request | _BadLine]:
-    return _each_line(lines, _kvplan_row)
-
-
-def _kvplan_row(text: str, number: int) -> Request:
-    row = _parse_json(text)
-    if not row.keys() <= _KVPLAN_KEYS:
-        key = min(row.keys() - _KVPLAN_KEYS)
-        near = difflib.get_close_matches(key, _KVPLAN_KEYS, n=1)
-        known = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(_KVPLAN_KEYS))}"
-        raise _BadLine(f"unknown key {quoted(key)}", known)
-    request = Request(
-        _request_id(row.get("id", number)),
-        _ticks(row.get("arrival_s"), "arrival_s", PICOSECONDS),
-        _tokens(row.get("input_tokens"), "input_tokens"),
-        _tokens(row.get("output_tokens"), "output_tokens"),
-        _whole(row["priority"], "priority") if "priority" in row else 0,
-        (),
-        _samples(row["n"]) if "n" in row else 1,
-    )
-    if "abort_s" in row:
-        abort = _ticks(row["abort_s"], "abort_s", PICOSECONDS)
-        if abort < request.arrival:
-            raise _BadLine(f"abort_s is {row['abort_s']}", "write a time from arrival_s on")
-        request = request._replace(abort=abort)
-    if "content" in row and "hash_ids" in row:
-        raise _BadLine("content and hash_ids both say what the prompt holds", "give one of them")
-    if "content" in row:
-        return request._replace(content=_segments(row["content"], request.input_tokens))
-    if "hash_ids" in row:
-        if "hash_block_size" not in row:
-            raise _BadLine("hash_ids without hash_block_size", "say how many tokens an id stands for")
-        size = _tokens(row["hash_block_size"], "hash_block_size")
-        return _with_hash_ids(request, row["hash_ids"], size)
-    return request
-
-
-def _read_mooncake(lines: _Lines) -> Iterator[Request | _BadLine]:
-    return _each_line(lines, _mooncake_row)
-
-
-def _mooncake_row(text: str, number: int) -> Request:
-    row = _parse_json(text)
-    request = Request(
-        str(number),
-        _ticks(row.get("timestamp"), "timestamp", PICOSECONDS // 1000),
-        _tokens(row.get("input_length"), "input_length"),
-        _tokens(row.get("output_length"), "output_length"),
-    )
-    return _with_hash_ids(request, row.get("hash_ids", []), _MOONCAKE_BLOCK_SIZE)
-
-
-def _read_azure(lines: _Lines) -> Iterator[Request | _BadLine]:
-    if _columns(lines.peek()) == _AZURE_COLUMNS:
-        lines.skip()
-    return _each_line(lines, _azure_row)
-
-
-def _columns(text: str) -> tuple[str, ...]:
-    return tuple(map(str.strip, text.split(",")))
-
-
-def _azure_row(text: str, number: int) -> Request:
-    cells = _columns(text)
-    if len(cells) != len(_AZURE_COLUMNS):
-        raise _BadLine(f"{len(cells)} columns instead of {len(_AZURE_COLUMNS)}: the line may be cut")
-    time, context, generated = cells
-    return Request(
-        str(number),
-        _wall_clock(time),
-        _tokens(_digits(context, "ContextTokens"), "ContextTokens"),
-        _tokens(_digits(generated, "GeneratedTokens"), "GeneratedTokens"),
-    )
-
-
-#: Seconds since 1970 with any number of fractional digits, with or without a zone (2023: seven digits and
-#: none, 2024: a variable number and +00:00).
-_TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:\.(\d{1,12}))?(?:Z|\+00:00)?\Z")
-
-
-def _wall_clock(text: str) -> int:
-    match = _TIME.match(text)
-    if not match:
-        raise _BadLine(f"TIMESTAMP is {quoted(text)}, not a time such as 2023-11-16 18:17:03.9799600")
-    second, fraction = match.groups("")
-    try:
-        since_1970 = _since_1970(second)
-    except ValueError as error:
-        raise _BadLine(f"TIMESTAMP is {quoted(text)}: {error}") from error
-    return since_1970 * PICOSECONDS + int(fraction.ljust(12, "0"))
-
-
-@lru_cache(64)  # neighbours share it
-def _since_1970(second: str) -> int:
-    return int(datetime.fromisoformat(second).replace(tzinfo=UTC).timestamp())
-
-
-_READERS: Mapping[str, Callable[[_Lines], Iterator[Request | _BadLine]]] = {
-    "kvplan": _read_kvplan,
-    "azure": _read_azure,
-    "mooncake": _read_mooncake,
-}
-
-
-def _read_scenario(lines: _Lines) -> Trace:
-    """A scenario: settings and step-numbered requests in one JSON object."""
-    try:
-        document = _parse_json(lines.text())
-        config = _scenario_config(document.get("config"))
-    except _BadLine as bad:
-        raise InputError(str(bad), where=lines.name, hint=bad.hint) from bad
-    rows = document.get("requests")
-    if not isinstance(rows, list):
-        raise InputError("requests is missing or no list", where=lines.name, hint="give a list of requests")
-    requests = []
-    ids: set[str] = set()
-    for place, row in enumerate(rows):
-        try:
-            request = _scenario_request(row)
-        except _BadLine as bad:
-            raise InputError(str(bad), where=f"{lines.name}, requests[{place}]", hint=bad.hint) from bad
-        if request.id in ids:
-            twice = _twice(request.id)
-            raise InputError(str(twice), where=f"{lines.name}, requests[{place}]", hint=twice.hint)
-        ids.add(request.id)
-        requests.append(request)
-    return Trace(lines.name, "scenario", requests, step_numbered=True, scenario=config)
-
-
-_SCENARIO_IGNORED = frozenset({"model_runner"})  # V1 and V2 plan the same where both can
-
-
-def _scenario_config(config: object) -> SchedulerConfig:
-    if not isinstance(config, dict):
-        raise _BadLine("config is missing or no object", "give the settings of the engine")
-    settings = dict(config)
-    for key in _SCENARIO_IGNORED:
-        settings.pop(key, None)
-    known = set(SchedulerConfig.__dataclass_fields__)
-    for key in settings.keys() - known:
-        near = difflib.get_close_matches(key, known, n=1)
-        raise _BadLine(
-            f"unknown setting {quoted(key)}", f"did you mean {near[0]}?" if near else "leave it out"
-        )
-    for key, kind in _SCENARIO_TYPES.items():
-        if key in settings and (
-            not isinstance(settings[key], kind) or (isinstance(settings[key], bool) and kind is not bool)
-        ):
-            raise _BadLine(f"config.{key} is {_shown(settings[key])}", "write a value of the right kind")
-    if "groups" in settings:
-        settings["groups"] = _scenario_groups(settings["groups"])
-    if "speculative" in settings:
-        settings["speculative"] = _scenario_drafting(settings["speculative"])
-    try:
-        parsed = SchedulerConfig(**settings)
-    except TypeError as error:
-        missing = ", ".join(re.findall(r"'(\w+)'", str(error)))
-        raise _BadLine(f"config lacks {missing}", "give every setting of the engine") from error
-    for key in ("num_gpu_blocks", "block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len"):
-        if not 0 < getattr(parsed, key) <= (_MAX_BLOCKS if key == "num_gpu_blocks" else _MAX_TOKENS):
-            raise _BadLine(f"config.{key} is {getattr(parsed, key)}", "write a number above 0")
-    if parsed.num_gpu_blocks < 2:
-        raise _BadLine(
-            "config.num_gpu_blocks is 1", "write 2 or more: block 0 is the null block and never used"
-        )
-    if not 0 <= parsed.watermark < 1:
-        raise _BadLine(f"config.watermark is {parsed.watermark}", "write a share from 0 to below 1")
-    if parsed.long_prefill_token_threshold < 0:
-        raise _BadLine(
-            f"config.long_prefill_token_threshold is {parsed.long_prefill_token_threshold}", "write 0 or more"
-        )
-    if parsed.max_num_active_seqs is not None and parsed.max_num_active_seqs < 1:
-        raise _BadLine(
-            f"config.max_num_active_seqs is {parsed.max_num_active_seqs}", "write null or 1 and more"
-        )
-    if not 0 < parsed.pipeline_parallel_size <= _MAX_STAGES:
-        raise _BadLine(
-            f"config.pipeline_parallel_size is {parsed.pipeline_parallel_size}",
-            f"write a number from 1 to {_MAX_STAGES:,}",
-        )
-    if parsed.policy not in ("fcfs", "priority"):
-        raise _BadLine(f"config.policy is {quoted(str(parsed.policy))}", "use fcfs or priority")
-    return parsed
-
-
-_SCENARIO_TYPES: Mapping[str, type | tuple[type, ...]] = {
-    "num_gpu_blocks": int,
-    "block_size": int,
-    "max_num_batched_tokens": int,
-    "max_num_seqs": int,
-    "max_model_len": int,
-    "enable_prefix_caching": bool,
-    "enable_chunked_prefill": bool,
-    "long_prefill_token_threshold": int,
-    "long_prefill_token_threshold_adaptive": bool,
-    "policy": str,
-    "watermark": (int, float),
-    "scheduler_reserve_full_isl": bool,
-    "max_num_active_seqs": (int, type(None)),
-    "groups": list,
-    "async_scheduling": bool,
-    "pipeline_parallel_size": int,
-    "speculative": (dict, type(None)),
-}
-
-
-def _scenario_groups(rows: list[object]) -> tuple[GroupSpec, ...]:
-    """The groups of a scenario: each a kind with what that kind has."""
-    if not 0 < len(rows) <= _MAX_GROUPS:
-        raise _BadLine(f"config.groups has {len(rows)} entries", f"give 1 to {_MAX_GROUPS}")
-    return tuple(map(_scenario_group, rows))
-
-
-def _scenario_group(row: object) -> GroupSpec:
-    kind = row.get("kind") if isinstance(row, dict) else None
-    if not isinstance(row, dict) or not isinstance(kind, str) or kind not in _GROUP_KEYS:
-        raise _BadLine(f"config.groups holds {_shown(row)}", f"kinds are {', '.join(_GROUP_KEYS)}")
-    required, optional = _GROUP_KEYS[kind]
-    if not required <= row.keys() <= {"kind", *required, *optional}:
-        takes = ", ".join(sorted({*required, *optional}))
-        raise _BadLine(f"config.groups holds {_shown(row)}", f"{kind} takes {takes}")
-
-    def number(key: str) -> int | None:
-        value = row.get(key)
-        if value is not None and not 0 < _whole(value, key) <= _MAX_TOKENS:
-            raise _BadLine(f"config.groups: {key} is {value}", "write a number above 0")
-        return value
-
-    block_size, window, chunk = number("block_size"), number("window") or 0, number("chunk") or 0
-    if window == 1:
-        raise _BadLine("config.groups: window is 1", "a window has 2 tokens or more")
-    if kind != "mamba":
-        return GroupSpec(cast("GroupKind", kind), block_size, window, chunk)
-    mode = row["mode"]
-    if mode not in ("none", "align"):
-        raise _BadLine(f"config.groups: mode is {_shown(mode)}", "use none or align")
-    return GroupSpec("state", block_size, mode=cast("StateMode", mode), checkpoint=number("checkpoint"))
-
-
-#: By kind of group: the keys that it must have, and those it may have.
-_GROUP_KEYS: Mapping[str, tuple[frozenset[str], frozenset[str]]] = {
-    "full": (frozenset(), frozenset({"block_size"})),
-    "sliding": (frozenset({"window"}), frozenset({"block_size"})),
-    "chunked": (frozenset({"chunk"}), frozenset({"block_size"})),
-    "mamba": (frozenset({"mode"}), frozenset({"block_size", "checkpoint"})),
-}
-
-
-def _scenario_drafting(row: dict[str, object] | None) -> Drafting | None:
-    if row is None:
-        return None
-    method, count = row.get("method"), _whole(row.get("k"), "config.speculative.k")
-    if not isinstance(method, str) or method not in METHODS or row.keys() != {"method", "k"}:
-        raise _BadLine(f"config.speculative is {_shown(row)}", f"give k and a method: {', '.join(METHODS)}")
-    if not 0 < count <= _MAX_DRAFTS:
-        raise _BadLine(f"config.speculative.k is {count}", f"write a number from 1 to {_MAX_DRAFTS:,}")
-    return Drafting(method, count)
-
-
-_SCENARIO_REQUEST_KEYS = frozenset(
-    {"id", "arrival_step", "prompt_tokens", "output_tokens", "priority", "content", "abort_step", "abort_mid"}
-)
-
-
-def _scenario_request(row: object) -> Request:
-    if not isinstance(row, dict):
-        raise _BadLine(f"a request is {_shown(row)}, not an object")
-    for key in row.keys() - _SCENARIO_REQUEST_KEYS:
-        raise _BadLine(f"not yet supported: {key}", f"known: {', '.join(sorted(_SCENARIO_REQUEST_KEYS))}")
-    prompt = _whole(row.get("prompt_tokens"), "prompt_tokens")
-    if not 0 <= prompt <= _MAX_TOKENS:
-        raise _BadLine(f"prompt_tokens is {prompt}")
-    arrival = _whole(row.get("arrival_step"), "arrival_step")
-    if not 0 <= arrival <= _MAX_TOKENS:
-        raise _BadLine(f"arrival_step is {arrival}")
-    request = Request(
-        _request_id(row.get("id")),
-        arrival,
-        prompt,
-        _tokens(row.get("output_tokens"), "output_tokens"),
-        _whole(row.get("priority", 0), "priority"),
-    )
-    if "abort_step" in row:
-        abort = _whole(row["abort_step"], "abort_step")
-        if not arrival <= abort <= _MAX_TOKENS:
-            raise _BadLine(f"abort_step is {abort}", "write a step from arrival_step on")
-        request = request._replace(abort=abort, abort_mid=_flag(row.get("abort_mid", False), "abort_mid"))
-    elif "abort_mid" in row:
-        raise _BadLine("abort_mid without abort_step", "say in which step")
-    if "content" in row:
-        return request._replace(content=_segments(row["content"], prompt))
-    return request
-
-
-# Fields
-
-
-def _flag(value: object, field: str) -> bool:
-    if not isinstance(value, bool):
-        raise _BadLine(f"{field} is {_shown(value)}, not true or false")
-    return value
-
-
-#: What `json.loads` calls, without what it does around it for texts of other kinds.
-_first_value = json.JSONDecoder().raw_decode
-
-
-def _parse_json(text: str) -> dict[str, object]:
-    try:
-        row, end = _first_value(text) if text.startswith("{") else (None, 0)
-        if text[end:] not in ("", "\n", "\r\n"):
-            row = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, RecursionError):
-            raise _BadLine("not JSON: nested too deeply") from error
-        cut = "" if text.rstrip().endswith("}") else ": the line may be cut"
-        reason = error.msg if isinstance(error, json.JSONDecodeError) else "a number is too long"
-        raise _BadLine(f"not JSON: {reason}{cut}") from error
-    if not isinstance(row, dict):
-        raise _BadLine(f"{_shown(row)} instead of a JSON object")
-    return row
-
-
-def _request_id(value: object) -> str:
-    if value is None:
-        raise _BadLine("id is missing")
-    if not _is_name(value):
-        raise _BadLine(f"id is {_shown(value)}, not a text or whole number")
-    return str(value)
-
-
-def _is_name(value: object) -> bool:
-    """Whether a value can name a request or a stream: a whole number, or text that UTF-8 can hold."""
-    if isinstance(value, str):
-        return value.isascii() or not any("\ud800" <= character <= "\udfff" for character in value)
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _whole(value: object, field: str) -> int:
-    if value is None:
-        raise _BadLine(f"{field} is missing")
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise _BadLine(f"{field} is {_shown(value)}, not a whole number")
-    return value
-
-
-def _digits(text: str, field: str) -> int:
-    if len(text) <= 20 and text.isascii() and text.isdecimal():
-        return int(text)
-    if not re.fullmatch(r"-?[0-9]{1,20}", text):
-        raise _BadLine(f"{field} is {quoted(text)}, not a whole number")
-    return int(text)
-
-
-def _tokens(value: object, field: str) -> int:
-    number = value if type(value) is int else _whole(value, field)
-    if not 0 < number <= _MAX_TOKENS:
-        raise _BadLine(f"{field} is {number}, not a number from 1 to {_MAX_TOKENS:,}")
-    return number
-
-
-def _samples(value: object) -> int:
-    number = _whole(value, "n")
-    if not 0 < number <= MAX_SAMPLES:
-        raise _BadLine(f"n is {number}, not a number from 1 to {MAX_SAMPLES:,}")
-    return number
-
-
-def _ticks(value: object, field: str, ticks_per_unit: int) -> int:
-    """A time as ticks, exact in the decimal digits that were written."""
-    if value is None:
-        raise _BadLine(f"{field} is missing")
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise _BadLine(f"{field} is {_shown(value)}, not a number")
-    if not 0 <= value <= _MAX_ARRIVAL_S * PICOSECONDS // ticks_per_unit:  # false for NaN too
-        raise _BadLine(f"{field} is {value}, not a time from 0 on")
-    if isinstance(value, int):
-        return value * ticks_per_unit
-    # If it is a number of millionths of up to 15 digits, it was written as one: no other decimal of so few digits
-    # is the same float.
-    millionths = round(value * 10**6)
-    if millionths < 10**15 and millionths / 10**6 == value and ticks_per_unit % 10**6 == 0:
-        return millionths * (ticks_per_unit // 10**6)
-    return int(Decimal(repr(value)) * ticks_per_unit)
-
-
-def _segments(value: object, input_tokens: int) -> tuple[Segment, ...]:
-    if not isinstance(value, list):
-        raise _BadLine(f"content is {_shown(value)}, not a list of [stream, start, length]")
-    segments = []
-    for item in value:
-        if not (isinstance(item, list) and len(item) == 3 and isinstance(item[0], str) and _is_name(item[0])):
-            raise _BadLine(f"content holds {_shown(item)}, not [stream, start, length]")
-        start, length = _whole(item[1], "content start"), _whole(item[2], "content length")
-        if start < 0 or length < 0:
-            raise _BadLine(f"content holds {_shown(item)}: start and length are from 0 on")
-        segments.append(Segment(sys.intern(item[0]), start, length))
-    total = sum(segment.length for segment in segments)
-    if total != input_tokens:
-        raise _BadLine(f"content has {total:,} tokens, the prompt {input_tokens:,}", "make them equal")
-    return tuple(segments)
-
-
-def _with_hash_ids(request: Request, ids: object, block_size: int) -> Request:
-    """Content of a prompt whose whole blocks have ids; what is left over shares nothing."""
-    if not isinstance(ids, list) or not all(_is_name(i) for i in ids):
-        raise _BadLine(f"hash_ids is {_shown(ids)}, not a list of ids")
-    if not ids:
-        return request
-    whole, left = divmod(request.input_tokens, block_size)
-    if len(ids) not in {whole, whole + (left > 0)}:
-        raise _BadLine(
-            f"{len(ids)} hash_ids for {request.input_tokens:,} tokens in blocks of {block_size}",
-            f"give {whole} ids, or {whole + (left > 0)} with one for the partial last block",
-        )
-    content = [Segment(f"h:{i}", 0, block_size) for i in ids[:whole]]
-    if left:
-        content.append(Segment(f"p:{request.id}", 0, left))
-    return request._replace(content=tuple(content))
-
-
-def _shown(value: object) -> str:
-    """A wrong value as an error quotes it."""
-    return (
-        "missing"
-        if value is None
-        else quoted(json.dumps(value))
-        if not isinstance(value, str)
-        else quoted(value)
-    )
+_READERS = {"kvplan": read_kvplan, "azure": read_azure, "mooncake": read_mooncake}

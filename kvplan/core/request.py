@@ -52,8 +52,10 @@ class Request(NamedTuple):
 
     def sent_at(self, tick: int) -> Request:
         """The same request from another tick on; its client waits as long before it goes away."""
-        abort = None if self.abort is None else self.abort + tick - self.arrival
-        return Request._make((self.id, tick, *self[2:7], abort, self.abort_mid))
+        name, arrival, prompt, answer, priority, content, samples, abort, abort_mid = self
+        if abort is not None:
+            abort += tick - arrival
+        return Request(name, tick, prompt, answer, priority, content, samples, abort, abort_mid)
 
     def prompt_content(self) -> tuple[Segment, ...]:
         """The prompt as segments; one that shares nothing is a stream of its own."""

@@ -6,7 +6,6 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from decimal import Decimal
 from fractions import Fraction
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from hypothesis import strategies as st
 from kvplan.core.engine import SchedulerConfig
 from kvplan.core.request import PICOSECONDS, Request, Segment
 from kvplan.errors import InputError
-from kvplan.trace import Trace, _ticks, open_trace, read_trace, to_json_line, workload_names
+from kvplan.trace import Trace, open_trace, read_trace, to_json_line, workload_names
 
 Write = Callable[[str | bytes], str]
 
@@ -48,7 +47,7 @@ def write(tmp_path: Path) -> Write:
 
 def row(**changes: object) -> str:
     """A good kvplan line with other values; None leaves a key out."""
-    fields: dict[str, object] = {"arrival_s": 0, "input_tokens": 4, "output_tokens": 2}
+    fields: dict[str, object] = {"arrival_s": 0.0, "input_tokens": 4, "output_tokens": 2}
     return json.dumps({key: value for key, value in (fields | changes).items() if value is not None})
 
 
@@ -143,14 +142,6 @@ def test_times_are_exact_in_the_digits_that_are_written(write: Write) -> None:
     assert [r.arrival for r in trace.requests] == [10**11, 3 * 10**11, 123_456_789_012_000_000]
 
 
-@given(
-    st.floats(0, 10**9)
-    | st.builds(lambda digits, places: digits / 10**places, st.integers(0, 10**17), st.integers(8, 17))
-)
-def test_a_time_is_what_its_digits_say(time_s: float) -> None:
-    assert _ticks(time_s, "arrival_s", PICOSECONDS) == int(Decimal(repr(time_s)) * PICOSECONDS)
-
-
 def test_ties_keep_the_order_of_the_file(write: Write) -> None:
     trace = read_trace(write("\n".join(row(id=name, arrival_s=2) for name in "cab")))
     assert [r.id for r in trace.requests] == ["c", "a", "b"]
@@ -233,6 +224,9 @@ def test_azure_rows_out_of_order_are_sorted_and_count_from_the_earliest(write: W
         ("2023-11-16 18:17:04," + "9" * 5000 + ",8", "ContextTokens"),
         ("2023-11-16 18:17:04,1_000,8", 'ContextTokens is "1_000", not a whole number'),
         ("2023-11-16 18:17:04,٣,8", "ContextTokens"),
+        ("2023-11-16 18:17:04,1٣,8", 'ContextTokens is "1'),
+        ("x2023-11-16 18:17:04,1,8", 'TIMESTAMP is "x2023-11-16 18:17:04", not a time'),
+        ("2023-11-16 18:17:04,1000000001,8", "ContextTokens is 1000000001, not a number from 1 to"),
     ],
 )
 def test_a_bad_azure_line_is_told_with_its_place(write: Write, line: str, what: str) -> None:
@@ -389,6 +383,13 @@ def test_an_id_that_stands_twice_is_refused_and_the_first_is_kept(write: Write) 
     skipped = read_trace(path, skip_bad_lines=True)
     assert [(r.id, r.arrival) for r in skipped.requests] == [("b", 0), ("a", PICOSECONDS)]
     assert skipped.skipped_lines == 1
+
+
+@pytest.mark.parametrize("names", ["xaa", "xax", "xxa"])
+def test_an_id_that_stands_twice_is_found_however_far_apart(write: Write, names: str) -> None:
+    path = write("".join(row(id=name) + "\n" for name in names))
+    assert "stands twice" in refused(path).what
+    assert read_trace(path, skip_bad_lines=True).skipped_lines == 1
 
 
 def test_a_written_id_may_not_be_the_number_of_another_line(write: Write) -> None:
@@ -724,6 +725,39 @@ def test_how_many_requests_there_will_be_is_told_from_the_bytes(
     assert stream.expected == (limit or 100)
 
 
+def test_what_was_handed_out_is_told_at_any_moment(write: Callable[..., str]) -> None:
+    lines = [row(id=str(i), arrival_s=float(i), input_tokens=i + 1) for i in range(9)]
+    stream = open_trace(write("\n".join([*lines, "nonsense"])), reorder=2, skip_bad_lines=True, samples=3)
+    assert stream.to_dict()["requests"] == 0
+    for number, request in enumerate(stream):
+        assert request.id == str(number)
+        told = stream.to_dict()
+        assert told == stream.to_dict()
+        counts = {key: told[key] for key in ("requests", "input_tokens", "output_tokens", "duration_s")}
+        assert counts == {
+            "requests": number + 1,
+            "input_tokens": (number + 1) * (number + 2) // 2,
+            "output_tokens": 3 * 2 * (number + 1),
+            "duration_s": float(number),
+        }
+    assert stream.to_dict()["requests"] == 9
+
+
+def test_requests_before_a_bad_line_go_on_as_far_as_they_are_in_order(write: Callable[..., str]) -> None:
+    lines = [row(id=str(i), arrival_s=float(i)) for i in range(9)]
+    requests = iter(open_trace(write("\n".join([*lines[:5], "nonsense", *lines])), reorder=2))
+    seen = [next(requests).id, next(requests).id]
+    with pytest.raises(InputError, match=r"not JSON.*; 5 more bad lines"):  # ids that stand twice
+        next(requests)
+    assert seen == ["0", "1"]  # of twice two that were read, the earlier half
+
+
+def test_times_before_1970_are_in_order_too(write: Callable[..., str]) -> None:
+    path = write(f"{AZURE}\n1969-12-31 23:59:58,1,1\n1969-12-31 23:59:57,2,2\n1970-01-01 00:00:01,3,3\n")
+    for reorder in (None, 2):
+        assert [r.arrival for r in open_trace(path, reorder=reorder)] == [0, PICOSECONDS, 4 * PICOSECONDS]
+
+
 def test_a_request_that_comes_too_late_is_refused(write: Callable[..., str]) -> None:
     rows = [row(id=str(i), arrival_s=float(i)) for i in (5, 6, 7, 8, 0)]
     with pytest.raises(
@@ -740,13 +774,21 @@ def test_a_trace_is_read_once(write: Callable[..., str]) -> None:
         list(stream)
 
 
+@pytest.mark.parametrize("piece", [1, 100, 1 << 16])
 def test_doubles_among_very_many_ids_are_found_at_the_end(
-    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    write: Callable[..., str], monkeypatch: pytest.MonkeyPatch, piece: int
 ) -> None:
     monkeypatch.setattr("kvplan.trace._EXACT_IDS", 2)
-    rows = [row(id=name) for name in ("a", "b", "c", "d", "a")]
-    with pytest.raises(InputError, match="an id stands twice"):
-        list(open_trace(write("\n".join(rows))))
+    monkeypatch.setattr("kvplan.trace_lines._PIECE", piece)
+    for names in ("abcda", "abcdd", "abcdefghh"):
+        with pytest.raises(InputError, match="an id stands twice"):
+            list(open_trace(write("\n".join(row(id=name) for name in names))))
+    for names in ("aa", "aba", "abb"):
+        with pytest.raises(InputError, match=f'id "{names[-1]}" stands twice') as caught:
+            list(open_trace(write("\n".join(row(id=name) for name in names))))
+        assert caught.value.where is not None
+        assert caught.value.where.endswith(f":{len(names)}")
+    assert len(list(open_trace(write("\n".join(row(id=name) for name in "abcdefgh"))))) == 8
 
 
 # Sources without end, and none
@@ -755,7 +797,7 @@ def test_doubles_among_very_many_ids_are_found_at_the_end(
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(
     write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvplan.trace._LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("kvplan.trace_lines._LONGEST_LINE", 1 << 20)
     first = refused(write("x" * (1 << 20) + "\n"))
     assert (first.what, first.where and first.where[-2:]) == ("a line is longer than 1 MiB", ":1")
     path = write(row(id="a") + "\n" + row(id="b" * (1 << 20)))
@@ -766,7 +808,7 @@ def test_a_line_without_end_is_refused_before_it_fills_the_memory(
 def test_a_scenario_without_end_is_refused(
     write: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvplan.trace._LARGEST_SCENARIO", 1 << 20)
+    monkeypatch.setattr("kvplan.trace_lines._LARGEST_SCENARIO", 1 << 20)
     assert refused(write('{"config":\n' * 200_000)).what == "a scenario of more than 1 MiB"
 
 
