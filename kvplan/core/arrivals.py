@@ -2,8 +2,8 @@
 
 The two kinds of clients have the same face. ``upcoming`` is the request that comes next, with the tick of its arrival,
 or None: then none comes, or none until another one has ended. ``due`` is the tick at which it reaches the engine: the
-front end (API server, tokenizer) holds each for the same time. Clients that ``wait`` are told by ``ended`` when requests
-end.
+front end (API server, tokenizer) holds each for the same time. Clients that ``wait`` are told by ``ended`` when
+requests end.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class CountingEngine(Vllm):
 
     def __init__(self, config: SchedulerConfig) -> None:
         super().__init__(config)
-        blocks = FullBlocks(config, self.cohort)
+        blocks = FullBlocks(config, self.cohort, self._live)
         self.blocks = blocks
         self.pool = blocks.pool = CountingPool(config.usable_blocks)
 
