@@ -53,6 +53,7 @@ SCHEDULING = {
     "request": 0,
     "arrivals": 1,
     "drafts": 0,
+    "livelock": 0,
     "buddy": 0,
     "content": 1,
     "paged_blocks": 2,
@@ -183,7 +184,7 @@ def test_the_chains_have_no_module_in_common() -> None:
 
 def test_the_plain_engine_knows_only_requests_contents_and_the_engines_face() -> None:
     parts = {f"kvplan.core.engines.{name}" for name in ("plain_pool", "plain_groups", "plain_states")}
-    known = {f"kvplan.core.{name}" for name in ("content", "engine", "request")}
+    known = {f"kvplan.core.{name}" for name in ("content", "engine", "livelock", "request")}
     assert own("kvplan.core.engines.vllm_plain") == parts | known
     for part in parts:
         assert own(part) <= parts | known

@@ -17,7 +17,7 @@ there.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Reversible
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from itertools import accumulate, chain
@@ -35,9 +35,6 @@ GroupKind = Literal["full", "sliding", "chunked", "state"]
 #: What a state group keeps: the running state only, or also states at block ends, which can be hit.
 StateMode = Literal["none", "align"]
 
-#: So often sequences may outgrow the pool, alone, without a token sampled in between: those who outgrow it never
-#: sample again, and what all others can still sample is bounded, so a run ends.
-RESTARTS_TO_GIVE_UP = 4
 #: Names are quoted up to this length.
 _LONGEST_NAME = 60
 
@@ -263,31 +260,43 @@ def why_stuck(
     config: SchedulerConfig,
     running: Iterable[Sequence],
     waiting: Iterable[Sequence],
-    outgrown: Collection[Sequence],
+    outgrown: Reversible[Sequence],
 ) -> str:
     """Which request blocks a run that is stuck, what it needs and what there is.
 
-    It is one of ``outgrown``, which were preempted while they were alone, else the head of the queue.
+    It is the last of ``outgrown``, which were preempted while they were alone, else the head of the queue.
     """
-    live = list(chain(running, waiting))
-    culprit = next((sequence for sequence in live if sequence in outgrown), live[0])
+    last = next(reversed(outgrown), None)
+    culprit = next(chain(running, waiting)) if last is None else last
     name, usable = quoted(culprit.id), config.usable_blocks
-    if culprit in outgrown:
+    if last is not None:
         tokens = culprit.final_tokens
+        needed = config.blocks_for(tokens)
+        if needed <= usable:  # drafts need more, or a long chunk that begins before its window is full
+            return (
+                f"request {name} can never finish: alone it outgrew the pool's {usable:,} usable blocks, and had to "
+                "start over"
+            )
         return (
-            f"request {name} can never finish: it needs {config.blocks_for(tokens):,} blocks for {tokens:,} "
-            f"tokens, the pool has {usable:,} usable; it outgrew them while alone and had to start over"
+            f"request {name} can never finish: it needs {needed:,} blocks for {tokens:,} tokens, the pool has "
+            f"{usable:,} usable; it outgrew them while alone and had to start over"
         )
     tokens = culprit.num_tokens
     needed = config.blocks_for(tokens)
-    if needed <= usable:  # so it is the budget that is too small
+    if needed > usable:
+        return (
+            f"request {name} can never be admitted: it needs {needed:,} blocks for {tokens:,} tokens, the pool has "
+            f"{usable:,} usable"
+        )
+    budget = config.max_num_batched_tokens
+    if not config.enable_chunked_prefill and tokens > budget:
         return (
             f"request {name} can never be admitted: without chunked prefill its {tokens:,} tokens need one step, "
-            f"which has {config.max_num_batched_tokens:,}"
+            f"which has {budget:,}"
         )
-    return (
-        f"request {name} can never be admitted: it needs {needed:,} blocks for {tokens:,} tokens, the pool has "
-        f"{usable:,} usable"
+    return (  # drafts need slots and input of their own, states whole blocks
+        f"request {name} can never be admitted: its first step does not fit into {usable:,} usable blocks and "
+        f"{budget:,} tokens"
     )
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
+from hashlib import blake2b
 from itertools import islice
 
 from kvplan.core.content import Piece, Run, content_runs
@@ -343,6 +344,24 @@ class ExtentPool:
             yield extent
             extent = extent.after
 
+    def contents(self) -> Iterator[tuple[bytes, int, int]]:
+        """Run and place of each idle block, first to be evicted first; and how many copies were entered before it.
+
+        As anybody who asks, it comes upon what has an owner.
+        """
+        for extent in list(self.idle_extents()):
+            if extent.owner is not None:
+                assert extent.owner.own_key is not None, "it stands for the owner's content"
+                self._take_apart(extent.owner.own_key, extent, extent.owner)
+        names: dict[Node, bytes] = {}
+        for extent in self.idle_extents():
+            node = extent.node
+            assert node is not None, "nobody has an owner any more"
+            name = _name(node, names)
+            earlier = node.parts[: node.place(extent)] if node.copies else []
+            for block in reversed(range(extent.low, extent.high)):
+                yield name, block, sum(copy.low <= block < copy.high for copy in earlier)
+
     def _enter(self, holding: Holding, node: Node, high: int) -> None:
         """Add the sequence's blocks up to ``high`` to a node."""
         low = holding.cached
@@ -395,6 +414,20 @@ class ExtentPool:
         before.after, after.before = after, before
         del extent.before, extent.after
         extent.rest = None  # of an idle extent it leads nowhere
+
+
+def _name(node: Node, names: dict[Node, bytes]) -> bytes:
+    """A digest of a run and of all before it; ``names`` has those that are known, and gets it."""
+    unnamed = []
+    above: Node | None = node
+    while above is not None and above not in names:
+        unnamed.append(above)
+        above = None if isinstance(above.key, str) else above.key[0]
+    name = b"" if above is None else names[above]
+    for above in reversed(unnamed):
+        own = above.key if isinstance(above.key, str) else above.key[1:]
+        name = names[above] = blake2b(name + repr(own).encode(), digest_size=16).digest()
+    return name
 
 
 def _pieces(first: Extent, end: int) -> list[Extent]:

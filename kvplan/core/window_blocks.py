@@ -316,6 +316,16 @@ class WindowPool:
             yield span
             span = span.after
 
+    def contents(self) -> Iterator[tuple[int, bytes, int, int]]:
+        """Group, chain and place of each idle block, first to be evicted first; and how many copies are before it."""
+        for span in self.idle_spans():
+            chain = span.chain
+            assert chain is not None
+            group = self.shelves.index(chain.shelf)
+            earlier = chain.spans[: chain.spans.index(span)] if chain.overlap else []
+            for block in reversed(range(span.low, span.high)):
+                yield group, chain.key, block, sum(copy.low <= block < copy.high for copy in earlier)
+
     def _let_go(self, span: Span) -> None:
         assert span.chain is not None
         shelf, size = span.chain.shelf, span.high - span.low

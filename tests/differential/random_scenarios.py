@@ -177,6 +177,8 @@ def compare_engines(
         if not events and (plain.is_livelocked or step.is_dead):
             assert plain.why_stuck() == fast.why_stuck()
         pools.compare(plain, fast, publish_at_once=publish_at_once)
+        if publish_at_once and not fast.running:
+            pair.compare_contents()
         taken = turn.steps if isinstance(turn, DecodeRun) else 1
         now += taken
         seen.update(steps=taken, preemptions=len(step.preempted), skipped=taken - 1)
@@ -197,6 +199,7 @@ class Pair:
         self.plain = plain
         self.fast = fast
         self.aborted = 0
+        self._names: dict[bytes, tuple[object, ...]] = {}
         self._leaving: dict[str, Request] = {}
         self._unheard: list[str] = []
 
@@ -223,6 +226,19 @@ class Pair:
             elif request.id in {name for name, _, _ in self.plain.live()}:
                 assert self.plain.abort(request.id) == self.fast.abort(request.id)
                 self.aborted += 1
+
+    def compare_contents(self) -> None:
+        """By what a state is told, when nobody runs: the same contents and copies, each with one name in all states."""
+        pool = self.plain.pool
+        theirs = [
+            (content, pool.index[content].index(block))
+            for block in pool.free_queue()
+            if (content := pool.hashes[block]) is not None
+        ]
+        for (content, copies), (*name, ours) in zip(theirs, self.fast.pool.contents(), strict=True):
+            assert copies == ours
+            assert self._names.setdefault(content, tuple(name)) == tuple(name)
+        assert len(set(self._names.values())) == len(self._names)
 
     def turn(self, most: int) -> tuple[Turn[Any] | DecodeRun[Any], Turn[Any]]:
         """Take the same steps in both, holding each figure against it; returns the fast turn and the last step."""

@@ -11,7 +11,8 @@ from itertools import count
 import pytest
 
 from kvplan.core.cost import constant
-from kvplan.core.engine import SchedulerConfig, Sequence
+from kvplan.core.drafts import Drafting
+from kvplan.core.engine import GroupSpec, SchedulerConfig, Sequence
 from kvplan.core.engine import Turn as AnyTurn
 from kvplan.core.engines.plain_groups import PlainSequence
 from kvplan.core.engines.vllm_plain import VllmPlain
@@ -697,6 +698,63 @@ def test_beside_one_that_starts_over_another_may_still_finish() -> None:
     )
     assert outcome.status == "stuck"
     assert (metrics.request_counts().finished, metrics.request_counts().unfinished) == (1, 1)
+
+
+def test_one_that_outgrew_the_pool_alone_may_get_on_when_it_starts_over() -> None:
+    """2 usable blocks of 4, a window of 5, 8 tokens a step.
+
+    In the first step "b" gets what "a" leaves it, 4 tokens. Its next 8 need 2 blocks more while the first is still in
+    reach: it starts over, alone with the budget. After 8 tokens the first block is out of reach and the last 4 fit.
+    """
+    outcome, metrics = outcome_of(
+        ask("a", 4, 1),
+        ask("b", 12, 3),
+        num_gpu_blocks=3,
+        block_size=4,
+        max_num_batched_tokens=8,
+        scheduler_reserve_full_isl=False,
+        enable_prefix_caching=False,
+        groups=(GroupSpec("sliding", window=5),),
+    )
+    assert outcome.status == "done"
+    assert metrics.preemption_events == 1
+
+
+def test_one_that_arrives_beside_one_that_starts_over_is_waited_for() -> None:
+    """By then "a" has started over often; "b", which is better, has 3 steps to go."""
+    late = Request("b", 40, 6, 1, -1)
+    changes: dict[str, object] = {
+        "num_gpu_blocks": 4,
+        "max_num_batched_tokens": 2,
+        "max_num_seqs": 2,
+        "policy": "priority",
+        "scheduler_reserve_full_isl": False,
+        "enable_prefix_caching": False,
+    }
+    outcome, metrics = outcome_of(ask("a", 9), late, **changes)
+    assert outcome.status == "stuck"
+    assert metrics.request_counts().finished == 1
+    assert metrics.preemption_events > 4
+
+
+def test_drafts_for_which_there_is_never_room_are_named_as_such() -> None:
+    """3 usable blocks hold 5 tokens, but its first step wants slots for 3 more."""
+    outcome, _ = outcome_of(
+        ask("a", 5, 1), num_gpu_blocks=4, speculative=Drafting("eagle", 3, acceptance_rate=1.0)
+    )
+    assert outcome.reason == (
+        'request "a" can never be admitted: its first step does not fit into 3 usable blocks and 40 tokens'
+    )
+
+
+def test_one_that_outgrows_a_pool_that_could_hold_its_tokens_is_said_to_do_so() -> None:
+    """3 usable blocks hold its 6 tokens, but not 3 drafts to be verified and slots for 3 more."""
+    outcome, _ = outcome_of(
+        ask("a", 2, 5), num_gpu_blocks=4, speculative=Drafting("eagle", 3, acceptance_rate=0.0)
+    )
+    assert outcome.reason == (
+        'request "a" can never finish: alone it outgrew the pool\'s 3 usable blocks, and had to start over'
+    )
 
 
 # What the engine refuses to start with

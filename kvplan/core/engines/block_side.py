@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 from kvplan.core.cohort import Member
@@ -42,6 +42,12 @@ class PoolSums(Protocol):
 
     def take(self, count: int) -> int:
         """Take free blocks; returns how many lost their content."""
+
+    def contents(self) -> Iterator[tuple[object, ...]]:
+        """Of each idle block, in the order in which they would be evicted, what tells its content and its copies apart.
+
+        Values that mean the same in every state.
+        """
 
 
 class BlockSide(Protocol[H]):

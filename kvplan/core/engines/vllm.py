@@ -21,7 +21,6 @@ from typing import Any
 
 from kvplan.core.cohort import Cohort, Member
 from kvplan.core.engine import (
-    RESTARTS_TO_GIVE_UP,
     DecodeRun,
     Live,
     Preemption,
@@ -32,6 +31,7 @@ from kvplan.core.engine import (
 from kvplan.core.engines.block_side import NEVER, BlockSide
 from kvplan.core.engines.full_blocks import FullBlocks
 from kvplan.core.engines.group_blocks import GroupBlocks
+from kvplan.core.livelock import Livelock
 from kvplan.core.request import Request
 
 #: What the engine calls while it waits for the output of a batch; requests may be aborted in it.
@@ -82,8 +82,9 @@ class Vllm:
         self._watermark_blocks = int(config.watermark * config.num_gpu_blocks)
         self._num_added = 0
         self._num_admitted = 0
-        self._outgrown: set[Member] = set()
-        self._restarts = 0
+        #: Who was preempted alone and sampled nothing since, the latest last. While it is empty, no state is noted.
+        self._outgrown: dict[Member, None] = {}
+        self._livelock = Livelock()
         #: Whether the head of the queue was tried in vain and nothing has changed since that could help it.
         self._head_is_blocked = False
         #: With fewer free blocks than these it cannot get in.
@@ -113,8 +114,7 @@ class Vllm:
     @property
     def is_livelocked(self) -> bool:
         """As `VllmPlain.is_livelocked`."""
-        live = len(self.running) + len(self.waiting)
-        return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
+        return self._livelock.is_certain
 
     def why_stuck(self) -> str:
         """As `VllmPlain.why_stuck`."""
@@ -158,6 +158,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
+        self._livelock.clear()
         self.blocks.add(member)
         self._live[member.id] = member
         if self.config.policy == "fcfs":
@@ -180,7 +181,8 @@ class Vllm:
             if member.decoding:
                 self._leave(member)
             self.blocks.release(member)
-        self._outgrown.discard(member)
+        self._outgrown.pop(member, None)
+        self._livelock.clear()
         self._owes_plan = self._queue_size > 1
         self._head_is_blocked = False
         self._has_aborted = True
@@ -215,6 +217,9 @@ class Vllm:
             self._step(turn, wait)
         else:
             self._call(turn, wait)
+        if self._outgrown and turn.preempted and not self.running:
+            # The queue is in its order, and what was in flight is in.
+            self._livelock.note(self.pool.contents())
         return turn
 
     def _decode(self, steps: int) -> DecodeRun[Member] | None:
@@ -226,7 +231,8 @@ class Vllm:
         run = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
         if run is None:
             return None
-        self._restarts = 0
+        if self._outgrown:
+            self._livelock.clear()
         run.running, run.waiting = len(self.running), len(self.waiting)
         run.finished = self._stop_decoding()
         if self._queue_size > 1:
@@ -384,8 +390,8 @@ class Vllm:
         """Free a sequence's blocks and queue it to be computed anew: FCFS at the front."""
         del self.running[victim]
         if not self.running:
-            self._outgrown.add(victim)
-            self._restarts += 1
+            self._outgrown.pop(victim, None)
+            self._outgrown[victim] = None
         if self._lag and victim not in self.prefilling:
             self._stale.add(victim)
         if victim.decoding:
@@ -523,13 +529,13 @@ class Vllm:
         """Process the output of a batch: who is done is freed, in order of admission."""
         turn.sampled = batch.sampled
         turn.started_decoding = batch.started
-        if batch.outputs:
-            self._restarts = 0
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._outgrown:  # some got a token after all
-            self._outgrown -= self._stale.union(batch.sampled)
+        if self._outgrown and batch.outputs:  # some got a token after all
+            self._livelock.clear()
+            for member in self._stale.union(batch.sampled):
+                self._outgrown.pop(member, None)
         self._stale.clear()
         turn.free_blocks_end = self.pool.free
 

@@ -15,7 +15,6 @@ from math import gcd, lcm
 
 from kvplan.core.content import block_hashes
 from kvplan.core.engine import (
-    RESTARTS_TO_GIVE_UP,
     Holding,
     Live,
     PoolPicture,
@@ -37,6 +36,7 @@ from kvplan.core.engines.plain_groups import (
 )
 from kvplan.core.engines.plain_pool import BlockPool
 from kvplan.core.engines.plain_states import RunningStateGroup, StateGroup, chunk_end
+from kvplan.core.livelock import Livelock
 from kvplan.core.request import Request
 
 #: A sequence's part of a batch: its tokens, how many of them are drafts, and whether it samples.
@@ -78,9 +78,9 @@ class VllmPlain:
         self._num_schedules = 0
         self._quiet_calls = 0
         self._num_added = 0
-        self._outgrown: set[PlainSequence] = set()
-        #: How often a sequence outgrew the pool, alone, since anybody sampled a token.
-        self._restarts = 0
+        #: Who was preempted alone and sampled nothing since, the latest last. While it is empty, no state is noted.
+        self._outgrown: dict[PlainSequence, None] = {}
+        self._livelock = Livelock()
 
     @property
     def is_idle(self) -> bool:
@@ -93,13 +93,8 @@ class VllmPlain:
 
     @property
     def is_livelocked(self) -> bool:
-        """Whether nothing but sequences that need more blocks than the pool has runs, again and again.
-
-        With ``scheduler_reserve_full_isl`` off, such a sequence is admitted by its first chunk,
-        outgrows the pool, preempts itself and starts over without end. Others may wait behind it for ever.
-        """
-        live = len(self.running) + len(self.waiting)
-        return (bool(self.running) and live == len(self._outgrown)) or self._restarts >= RESTARTS_TO_GIVE_UP
+        """Whether those who outgrow the pool alone start over without end, and nobody ever samples (see `Livelock`)."""
+        return self._livelock.is_certain
 
     def why_stuck(self) -> str:
         """Who cannot go on, what it needs and what there is; for a run in which nothing can move any more."""
@@ -143,6 +138,7 @@ class VllmPlain:
         key = (priority, self._num_added)
         sequence = PlainSequence(request, key, self.config.max_model_len, len(self.groups))
         self._num_added += 1
+        self._livelock.clear()
         if self.config.enable_prefix_caching:
             content = request.full_content()
             sequence.later_hashes = block_hashes(content, self._hash_size, self._hashed_after)
@@ -159,7 +155,8 @@ class VllmPlain:
             self.waiting.remove(sequence)
         else:
             self.running.remove(sequence)
-        self._outgrown.discard(sequence)
+        self._outgrown.pop(sequence, None)
+        self._livelock.clear()
         self._was_aborted = True
         self._free(sequence)
         return sequence.id, sequence.num_tokens, sequence.high_water
@@ -203,7 +200,19 @@ class VllmPlain:
                 wait(turn)
             self.settle(turn)
         self._note_quiet(turn)
+        if self._outgrown and turn.preempted and not self.running:
+            self._livelock.note(self._state())
         return turn
+
+    def _state(self) -> Iterator[object]:
+        """All that decides what follows, while nobody runs and tokens are what they were."""
+        yield [sequence.id for sequence in self.waiting]
+        pool = self.pool
+        for block in pool.free_queue():
+            if (content := pool.hashes[block]) is not None:
+                yield content, pool.index[content].index(block)
+        for batch in self._batches:
+            yield [(sequence.id, *share) for sequence, *share in batch if not sequence.is_gone]
 
     def _note_quiet(self, turn: Turn[PlainSequence]) -> None:
         """Without a batch queue one call in which nothing happens is the last; with one, several in a row."""
@@ -334,9 +343,9 @@ class VllmPlain:
 
         What it has in flight is not lost, but it is not admitted again before that is in.
         """
-        if not self.running:  # it was alone: no pool state could ever let it go on
-            self._outgrown.add(victim)
-            self._restarts += 1
+        if not self.running:
+            self._outgrown.pop(victim, None)
+            self._outgrown[victim] = None
         turn.preempted.append(victim)
         turn.new_blocks.pop(victim, None)
         turn.new_tables.pop(victim, None)
@@ -623,10 +632,10 @@ class VllmPlain:
                     self._stop(turn, sequence, is_stale=is_stale)
             if proposes:
                 self._propose(sequence)
-        if sampled:
-            self._restarts = 0
-            if self._outgrown:
-                self._outgrown.difference_update(sampled)
+        if self._outgrown and sampled:  # some got a token after all
+            self._livelock.clear()
+            for sequence in sampled:
+                self._outgrown.pop(sequence, None)
         if turn.finished:
             self.running = [s for s in self.running if not s.is_gone]
         turn.free_blocks_end = self.pool.num_free
