@@ -18,6 +18,7 @@ from kvplan.core.sizing import Capacity, Suggestion
 from kvplan.errors import InputError
 from kvplan.options import Resolver, SizeOptions, flag
 from kvplan.serving import Served, serve, would_fit
+from kvplan.units import counted
 
 #: What the engine may be told to use at most: the rest is for what it does not count.
 _HIGHEST_UTILIZATION = 98
@@ -285,12 +286,11 @@ class _Search:
 
     def _sequences(self, served: Served) -> str:
         count = served.capacity.concurrent_sequences if served.capacity else 0
-        noun = "sequence" if count == 1 else "sequences"
-        return f"{count:,} {noun} of {served.deployment.seq:,} tokens"
+        return f"{counted(count, 'sequence')} of {counted(served.deployment.seq, 'token')}"
 
     def _on(self, served: Served) -> str:
         gpus = served.deployment.gpus
-        return f" on {gpus} GPUs" if gpus != self._deployment.gpus else ""
+        return f" on {counted(gpus, 'GPU')}" if gpus != self._deployment.gpus else ""
 
     # Steps of each kind
 

@@ -82,10 +82,10 @@ def _group_lines(plan: Plan, kv: KvSizes) -> list[str]:
         page = (
             "pages of several sizes" if group.page_bytes is None else f"pages of {group.page_bytes:,} bytes"
         )
-        padding = group.padded_layers - group.layers
+        padding, blocks = group.padded_layers - group.layers, group.blocks_per_sequence
         lines.append(
             f"group of {group.layers} {group.kind} layers{f' and {padding} of padding' if padding else ''}: "
-            f"{page} for {group.block_size:,} tokens, {group.blocks_per_sequence:,} blocks for the sequence"
+            f"{page} for {group.block_size:,} tokens, {blocks:,} block{'' if blocks == 1 else 's'} for the sequence"
         )
     formulas = plan.pool.formulas
     lines.append(

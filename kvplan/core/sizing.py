@@ -526,10 +526,11 @@ def _verdict(
     usable = num_blocks - pool.null_blocks
     longest = pool.blocks(deployment.max_model_len)
     needed = deployment.concurrency * pool.blocks(deployment.seq)
+    length = f"{deployment.seq:,} token{'' if deployment.seq == 1 else 's'}"
     asked = (
-        f"1 sequence of {deployment.seq:,} tokens needs"
+        f"1 sequence of {length} needs"
         if deployment.concurrency == 1
-        else f"{deployment.concurrency:,} sequences of {deployment.seq:,} tokens need"
+        else f"{deployment.concurrency:,} sequences of {length} need"
     )
     if usable < 1:
         lacking = -min(item.available_kv_bytes for item in stages)

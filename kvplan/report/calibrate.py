@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvplan.report.tables import Screen, new_table
 from kvplan.text import literal
-from kvplan.units import format_seconds, format_share
+from kvplan.units import counted, format_seconds, format_share
 
 if TYPE_CHECKING:
     from kvplan.jobs.calibrate import CalibrateResult, StepError
@@ -43,5 +43,5 @@ def _constant(name: str, value: float) -> str:
 def _error(error: StepError) -> str:
     return (
         f"median error {format_share(error.median)}, 95th percentile {format_share(error.p95)} "
-        f"over {error.count:,} steps"
+        f"over {counted(error.count, 'step')}"
     )

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.text import Text
 
 from kvplan.jobs import compare as columns
-from kvplan.report.tables import Screen, new_table, value_of
+from kvplan.report.tables import Screen, new_table, trace_line, value_of
 from kvplan.text import literal
 from kvplan.units import format_count, format_seconds, format_share
 
@@ -76,7 +76,7 @@ def print_comparison(screen: Screen, result: CompareResult) -> None:
 
 def _compare_headline(result: SimulateResult, varied: Collection[str]) -> str:
     settings = result.config
-    what = f"{literal(result.trace['path'])}: {result.trace['requests']:,} requests"
+    what = trace_line(result.trace)
     named = [name for name in ("model", "gpu", "engine") if name in settings and name not in varied]
     return ", ".join([what, *(value_of(settings, name) for name in named)])
 

@@ -14,7 +14,7 @@ from kvplan.report.pool_map import mark_style, print_grid
 from kvplan.report.tables import Screen, exact_bytes, new_table
 from kvplan.text import literal
 from kvplan.topics import parts as kinds
-from kvplan.units import format_bytes, format_count, format_share
+from kvplan.units import counted, format_bytes, format_count, format_share
 
 if TYPE_CHECKING:
     from kvplan.options import Settings
@@ -92,7 +92,7 @@ def _timeline(screen: Screen, part: Timeline) -> None:
     columns = max(8, min(_TIMELINE, screen.console.width - label - 3))
     per_mark = max(1, -(-part.ruler // columns))
     each = f"{per_mark} steps" if per_mark > 1 else "a step"
-    screen.say(f"{part.title}: {part.steps:,} steps, a character is {each}", style="bold")
+    screen.say(f"{part.title}: {counted(part.steps, 'step')}, a character is {each}", style="bold")
     for lane in part.lanes:
         line = Text(f" {lane.name:<{label}} ", style="dim")
         for mark, marks in groupby(draw_lane(lane.stretches, part.steps, per_mark, loud=part.loud)):

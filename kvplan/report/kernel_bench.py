@@ -140,8 +140,8 @@ def _timed_cells(row: KernelResult) -> list[str | Text]:
 
 def _print_step(screen: Screen, step: StepTime) -> None:
     line = (
-        f"a decode step of {literal(step.model)}, {step.batch} sequences of {step.seq:,} tokens: attention of "
-        f"{step.num_layers} layers by {step.kernel} takes {format_seconds(step.time_s.p50)}"
+        f"a decode step of {literal(step.model)}, {counted(step.batch, 'sequence')} of {counted(step.seq, 'token')}: "
+        f"attention of {counted(step.num_layers, 'layer')} by {step.kernel} takes {format_seconds(step.time_s.p50)}"
     )
     if step.predicted_s is None:
         screen.say(f"{line}; the simulator does not know this GPU")

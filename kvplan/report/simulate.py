@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from rich.table import Table
 
-from kvplan.report.tables import Screen, new_table, value_of
+from kvplan.report.tables import Screen, new_table, trace_line, value_of
 from kvplan.text import literal
-from kvplan.units import format_bytes, format_count, format_seconds, format_share
+from kvplan.units import counted, format_bytes, format_count, format_seconds, format_share
 
 if TYPE_CHECKING:
     from kvplan.core.metrics import Distribution, GroupBlocks
@@ -97,13 +97,14 @@ def print_min_blocks(screen: Screen, least: MinBlocks) -> None:
         screen.say(f"No pool meets --min-blocks {literal(least.goal)}: {least.proof}.")
         return
     screen.say(
-        f"--min-blocks {literal(least.goal)}: {least.num_gpu_blocks:,} blocks ({least.proof}; {least.runs} runs)."
+        f"--min-blocks {literal(least.goal)}: {counted(least.num_gpu_blocks, 'block')} ({least.proof}; "
+        f"{counted(least.runs, 'run')})."
     )
 
 
 def _simulate_headline(result: SimulateResult) -> str:
     settings = result.config
-    what = f"{literal(result.trace['path'])}: {result.trace['requests']:,} requests"
+    what = trace_line(result.trace)
     if "model" in settings:
         what += f" on {' / '.join(value_of(settings, n) for n in ('model', 'gpu') if n in settings)}"
     return (
@@ -164,7 +165,8 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
         ),
         (
             "run",
-            f"{result.simulation['status']}, {result.steps:,} steps, {result.scheduled_tokens:,} tokens scheduled"
+            f"{result.simulation['status']}, {counted(result.steps, 'step')}, "
+            f"{counted(result.scheduled_tokens, 'token')} scheduled"
             + (f", {format_seconds(result.duration_s)}" if result.duration_s is not None else ""),
         ),
     ]
@@ -183,8 +185,11 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
     rows += [
         (
             "KV pool",
-            f"{kv.num_gpu_blocks:,} "
-            + (f"blocks of {kv.block_size} tokens" if kv.block_size > 1 else "slots of a token")
+            (
+                f"{counted(kv.num_gpu_blocks, 'block')} of {kv.block_size} tokens"
+                if kv.block_size > 1
+                else f"{counted(kv.num_gpu_blocks, 'slot')} of a token"
+            )
             + f"; at most {kv.peak_blocks:,} in use",
         ),
         (
@@ -205,24 +210,28 @@ def _simulate_rows(result: SimulateResult) -> list[tuple[str, str]]:
         ),
         (
             "prefix cache",
-            f"{format_share(cache.hit_rate)} of {cache.queried_tokens:,} prompt tokens hit; "
-            f"{cache.evicted_blocks:,} blocks evicted, at most {cache.peak_shared_blocks:,} shared"
+            f"{format_share(cache.hit_rate)} of {counted(cache.queried_tokens, 'prompt token')} hit; "
+            f"{counted(cache.evicted_blocks, 'block')} evicted, at most {cache.peak_shared_blocks:,} shared"
             if cache.enabled
             else "off",
         ),
     ]
     rows += _cache_rows(result)
     if cache.copied_blocks:
-        rows.append(("copy-on-write", f"{cache.copied_blocks:,} blocks copied"))
+        rows.append(("copy-on-write", f"{counted(cache.copied_blocks, 'block')} copied"))
     rows.append(
         (
             "preemptions",
-            f"{pre.events:,} of {pre.requests:,} requests; {pre.recomputed_tokens:,} tokens computed again",
+            f"{pre.events:,} of {counted(pre.requests, 'request')}; "
+            f"{counted(pre.recomputed_tokens, 'token')} computed again",
         )
     )
     if pre.swapped_out_blocks:
         rows.append(
-            ("swapped", f"{pre.swapped_out_blocks:,} blocks to the CPU, {pre.swapped_in_blocks:,} back")
+            (
+                "swapped",
+                f"{counted(pre.swapped_out_blocks, 'block')} to the CPU, {pre.swapped_in_blocks:,} back",
+            )
         )
     if result.goodput is not None:
         slo = result.goodput.slo

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from kvplan.report.tables import Screen, exact_bytes, gib, new_table
 from kvplan.text import literal
-from kvplan.units import format_bytes, format_count, format_share
+from kvplan.units import counted, format_bytes, format_count, format_share
 
 if TYPE_CHECKING:
     from kvplan.core.sizing import Capacity, Rank
@@ -112,6 +112,8 @@ def _answer(screen: Screen, result: SizeResult, results: Sequence[SizeResult]) -
     screen.say(f"Limit: {_limit(result)}")
     if capacity.suggestions:
         _changes(screen, result, "")
+    elif capacity.fits and "suggest" in result.config:
+        screen.say("No change of one setting lets more in")
     elif capacity.fits:
         screen.say("More: --suggest shows what each change would bring")
     else:
@@ -148,7 +150,7 @@ def _memory(screen: Screen, result: SizeResult) -> None:
             f"{gib(overhead.low)} to {gib(overhead.high)}",
         ),
         (
-            f"KV of {result.concurrency:,} sequence{'s' if result.concurrency > 1 else ''}",
+            f"KV of {counted(result.concurrency, 'sequence')}",
             capacity.taken_kv_bytes,
             "",
         ),
@@ -275,7 +277,7 @@ def _assumptions(settings: Settings, *, but: Collection[str] = ()) -> str:
 
 
 def _sequences(count: int, tokens: int) -> str:
-    return f"{count:,} {'sequence' if count == 1 else 'sequences'} of {tokens:,} tokens"
+    return f"{counted(count, 'sequence')} of {counted(tokens, 'token')}"
 
 
 def _has_several_engines(results: Sequence[SizeResult]) -> bool:
@@ -303,13 +305,13 @@ def _at_once(result: SizeResult) -> str:
     capacity = result.capacity
     assert capacity is not None, "asked of results with a budget"
     found, count = capacity.distribution, capacity.concurrent_sequences
-    text = _sequences(count, result.seq) if count else f"no sequence of {result.seq:,} tokens"
+    text = _sequences(count, result.seq) if count else f"no sequence of {counted(result.seq, 'token')}"
     text += _of_replica(result)
     if found is None:
         return text
     return (
-        f"{found.concurrent_mean:,} sequences of the lengths given on average, {found.concurrent_p95:,} with 95 % "
-        f"confidence; {text}"
+        f"{counted(found.concurrent_mean, 'sequence')} of the lengths given on average, "
+        f"{found.concurrent_p95:,} with 95 % confidence; {text}"
     )
 
 
@@ -341,7 +343,7 @@ def _limit(result: SizeResult) -> str:
         return f"max_num_seqs {seqs:,}: the KV memory would hold more"
     return (
         f"{format_bytes(capacity.available_kv_bytes)} for KV on each GPU{stage}, "
-        f"{capacity.kv_cache_tokens:,} tokens as the engine counts"
+        f"{counted(capacity.kv_cache_tokens, 'token')} as the engine counts"
     )
 
 
@@ -373,7 +375,7 @@ def _size_rows(result: SizeResult, *, alone: bool) -> list[tuple[str, str]]:
     if kv.fixed_bytes_per_sequence:
         rows.append(("fixed KV of a sequence", exact_bytes(kv.fixed_bytes_per_sequence)))
     rows += [
-        (f"KV of {result.seq:,} tokens", exact_bytes(kv.bytes_per_sequence)),
+        (f"KV of {counted(result.seq, 'token')}", exact_bytes(kv.bytes_per_sequence)),
     ]
     if kv.allocated_bytes_per_sequence != kv.bytes_per_sequence:
         rows.append(("  in whole blocks", exact_bytes(kv.allocated_bytes_per_sequence)))
@@ -401,11 +403,14 @@ def _size_rows(result: SizeResult, *, alone: bool) -> list[tuple[str, str]]:
     if capacity.num_gpu_blocks:
         rows += [
             ("blocks", f"{capacity.num_gpu_blocks:,}, {capacity.usable_blocks:,} usable"),
-            ("the engine prints", f"{capacity.kv_cache_tokens:,} tokens, {capacity.max_concurrency:.2f}x"),
+            (
+                "the engine prints",
+                f"{counted(capacity.kv_cache_tokens, 'token')}, {capacity.max_concurrency:.2f}x",
+            ),
             ("  at max_model_len", f"{capacity.max_model_len:,}"),
             ("sequences at once", format_count(capacity.concurrent_sequences)),
             ("headroom", ", ".join([format_bytes(capacity.headroom_bytes), *share])),
-            ("longest that fits", f"{capacity.max_model_len_that_fits:,} tokens"),
+            ("longest that fits", counted(capacity.max_model_len_that_fits, "token")),
         ]
     found = capacity.distribution
     if found is not None:

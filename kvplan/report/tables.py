@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from rich.box import SIMPLE_HEAD
@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvplan.text import literal
-from kvplan.units import format_bytes
+from kvplan.units import counted, format_bytes
 
 if TYPE_CHECKING:
     from kvplan.options import Settings
@@ -98,6 +98,13 @@ def gib(size: int | None) -> str:
 def exact_bytes(size: int | None) -> str:
     """Every byte, and the same rounded."""
     return "unknown" if size is None else f"{size:,} B = {format_bytes(size)}"
+
+
+def trace_line(trace: Mapping[str, object]) -> str:
+    """The trace of a run and how many requests it has, of the ``trace`` block of its document."""
+    requests = trace["requests"]
+    assert isinstance(requests, int), "it is a count"
+    return f"{literal(trace['path'])}: {counted(requests, 'request')}"
 
 
 def value_of(settings: Settings, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvplan.jobs.simulate import simulate
 from kvplan.topics.example import TABLE_ENTRY_BYTES, Example
 from kvplan.topics.parts import Column, Explanation, Prose, Table, Value
-from kvplan.units import format_share
+from kvplan.units import counted, format_share
 
 _WORKLOAD = "chat"
 #: Slots of the pool, whatever its blocks: enough that nothing is evicted and nobody preempted.
@@ -61,7 +61,7 @@ def explain(example: Example) -> Explanation:
                 ),
                 tuple(rows),
                 f"Mean empty slots of a sequence; empty slots and hits of the workload {_WORKLOAD} over time; table "
-                f"of {length:,} tokens",
+                f"of {counted(length, 'token')}",
             ),
             Prose(
                 f"Blocks of {worst} leave {format_share(wastes[worst])} of what is held empty, blocks of {best} "

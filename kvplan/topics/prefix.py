@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvplan.core.request import Request, Segment
 from kvplan.topics.example import Example, try_out
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Formula, Prose, Table, Value
-from kvplan.units import format_bytes, format_share
+from kvplan.units import counted, format_bytes, format_share
 
 
 def explain(example: Example) -> Explanation:
@@ -53,20 +53,20 @@ def explain(example: Example) -> Explanation:
         )
     if tail:
         notes.append(
-            f"{shared:,} tokens are {whole:,} blocks and {tail} tokens. Only whole blocks are shared: each request "
-            "computes that rest itself."
+            f"{counted(shared, 'token')}: {counted(whole, 'block')} and {counted(tail, 'token')}. Only whole blocks "
+            "are shared: each request computes that rest itself."
         )
     return example.explanation(
         [
             Prose(
-                f"{count} requests begin with the same {shared:,} tokens and have {own:,} of their own. Equal blocks "
-                "have equal hashes: whoever comes later takes the block that is there, and its count of users goes "
-                "up."
+                f"In front of {counted(count, 'request')} is the same prefix of {counted(shared, 'token')}; each has "
+                f"{own:,} of its own behind it. Equal blocks have equal hashes: whoever comes later takes the block "
+                "that is there, and its count of users goes up."
             ),
             Formula(
-                f"{shared:,} // {size} = {whole:,} blocks of prefix = {prefix:,} B = {format_bytes(prefix)}"
+                f"{shared:,} // {size} = {counted(whole, 'block')} of prefix = {prefix:,} B = {format_bytes(prefix)}"
             ),
-            Formula(f"{count} times: {count * prefix:,} B; once: {prefix:,} B"),
+            Formula(f"{counted(count, 'time')}: {count * prefix:,} B; once: {prefix:,} B"),
             Table(
                 "runs",
                 (
@@ -83,7 +83,7 @@ def explain(example: Example) -> Explanation:
             Figures(
                 (
                     Figure("prefix_bytes", "the prefix, once", prefix, "exact_bytes"),
-                    Figure("prefix_bytes_of_all", f"{count} times", count * prefix, "exact_bytes"),
+                    Figure("prefix_bytes_of_all", counted(count, "time"), count * prefix, "exact_bytes"),
                     Figure("prefix_saved_share", "saved of it", saved_of_prefix, "share"),
                     Figure(
                         "saved_bytes",

@@ -6,7 +6,7 @@ from kvplan.core.request import Request
 from kvplan.errors import InputError
 from kvplan.topics.example import Example, try_out
 from kvplan.topics.parts import Column, Explanation, Figure, Figures, Prose, Table, Value
-from kvplan.units import format_share
+from kvplan.units import counted, format_share
 
 
 def explain(example: Example) -> Explanation:
@@ -57,9 +57,9 @@ def explain(example: Example) -> Explanation:
             Figures(
                 (
                     Figure("reservation_bytes", "a reservation", reservation, "exact_bytes"),
-                    Figure("reserved_bytes", f"{seats} reservations", whole, "exact_bytes"),
+                    Figure("reserved_bytes", counted(seats, "reservation"), whole, "exact_bytes"),
                     Figure("reserved_used_share", "of them used", used / whole, "share"),
-                    Figure("paged_bytes", f"{blocks} blocks", paged, "exact_bytes"),
+                    Figure("paged_bytes", counted(blocks, "block"), paged, "exact_bytes"),
                     Figure("paged_used_share", "of them used", used / paged, "share"),
                     Figure("sequences_ratio", "sequences in the same memory", whole / paged, "times"),
                 )
@@ -67,7 +67,7 @@ def explain(example: Example) -> Explanation:
         ],
         [
             "The waste of 60 to 80 % that texts about vLLM state is that of whole workloads; of these "
-            f"{seats} sequences it is {format_share(1 - used / whole)}, in blocks "
+            f"{counted(seats, 'sequence')} it is {format_share(1 - used / whole)}, in blocks "
             f"{format_share(1 - used / paged)}."
         ],
     )

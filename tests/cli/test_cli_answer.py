@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,39 @@ def test_counts_of_several_replicas_are_said_to_be_of_each(cli: Cli) -> None:
     assert "At once: 15 sequences of 4,096 tokens, in each of 2 replicas Asked for" in answer
     assert "usable blocks, in each of 2 replicas" in answer
     assert "replica" not in cli(FITS).out
+
+
+def test_where_nothing_lets_more_in_it_says_so_to_who_asks(cli: Cli) -> None:
+    command = "size llama-3.1-8b --gpu h100-80gb --num-gpu-blocks-override 9000"
+    assert "More: --suggest shows" in cli(command).out
+    outcome = cli(f"{command} --suggest")
+    assert "No change of one setting lets more in" in outcome.out
+    assert "--suggest shows" not in outcome.out
+
+
+def test_one_is_no_plural(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "one.jsonl").write_text(
+        '{"id": "a", "arrival_s": 0, "input_tokens": 1, "output_tokens": 1}\n'
+    )
+    texts = {
+        command: " ".join(cli(command).out.split())
+        for command in (
+            "size llama-3.1-8b --seq 1",
+            "size llama-3.1-8b --seq 1 --gpu h100-80gb",
+            "simulate one.jsonl --no-async-scheduling",
+            "compare one.jsonl --vary block-size=16,32 --jobs 1",
+            "explain prefix --requests 1",
+            "explain waste --used-tokens 1",
+        )
+    }
+    sized, fitted, simulated, compared, *_ = texts.values()
+    assert "1 sequence of 1 token takes" in sized
+    assert "1 sequence of 1 token needs 1 of" in fitted
+    assert simulated.startswith("one.jsonl: 1 request on")
+    assert "done, 1 step, 1 token scheduled" in simulated
+    assert compared.startswith("one.jsonl: 1 request, ")
+    for command, text in texts.items():
+        assert re.findall(r"(?<![\d.,])1 [a-z]+s\b", text) == [], command
 
 
 def test_what_makes_an_answer_uncertain_is_a_sentence(cli: Cli) -> None:
