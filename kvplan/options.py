@@ -390,6 +390,10 @@ def size_in_bytes(value: str | int | None, name: str) -> int | None:
     return parse_size(str(value), where=flag(name))
 
 
+#: Origins of options that nobody asked of a run, but that a check file says for all of its checks, or every check has.
+DEFAULTS_OF_FILE, DEFAULT_OF_CHECK = "check file, defaults", "default of a check"
+
+
 class Resolver(Generic[Options]):
     """Picks given values over defaults and remembers where each came from.
 
@@ -412,6 +416,11 @@ class Resolver(Generic[Options]):
             return default
         self.settings[name] = Setting(value, self.source_of(name), given=True)
         return cast("Value", value)  # set_option keeps each field to its own type
+
+    def is_asked(self, name: str) -> bool:
+        """Whether an option was given for this very run, so that it must have an effect."""
+        value = getattr(self.options, name)
+        return bool(value) and self._origins.get(name) not in (DEFAULTS_OF_FILE, DEFAULT_OF_CHECK)
 
     def source_of(self, name: str) -> str:
         """Where the value of a given option came from."""

@@ -207,12 +207,17 @@ def _settle(
         spec = replace(spec, weights=spec.weights.quantized_by(method))
     engine = resolver.note_engine()
     sizing = engine_sizing(engine.name, engine.version)
-    _check_settings(options, sizing.rules)
+    check_settings(options, sizing.rules)
     deployment = _deployment(spec, resolver, sizing.rules, engine, gpu, gpu_count, warnings)
     deployment = deployment._replace(
         seq=deployment.max_model_len if seq is None else seq, concurrency=concurrency
     )
     budget = _gpu_budget(gpu, options, deployment)
+    if resolver.is_asked("margin") and (deployment.pool_is_given or budget is None):
+        why, hint = "no GPU is named whose memory it is of", "leave it out, or give --gpu"
+        if deployment.pool_is_given:
+            why, hint = "the pool is given", "leave it out"
+        raise InputError(f"--margin has no effect: {why}", where="--margin", hint=hint)
     calibration = _calibration(options)
     return _Case(spec, gpu, engine, sizing, deployment, budget, calibration, resolver, warnings)
 
@@ -235,10 +240,16 @@ def _heaviest(plan: Plan) -> int:
 # Settings
 
 
-def _check_settings(options: ServingOptions, rules: EngineRules) -> None:
-    """Refuse what the engine does not have."""
+def check_settings(options: ServingOptions, rules: EngineRules) -> None:
+    """Refuse what the engine, or this version of it, does not have. Raises `InputError`."""
     for name in sorted(rules.missing_settings):
         if getattr(options, name) not in (None, False):  # nobody lacks what is switched off
+            if rules.version:
+                raise InputError(
+                    f"{flag(name)} is no setting of engine {rules.name}@{rules.version}: it came later",
+                    where=flag(name),
+                    hint=f"use a newer version of engine {rules.name}, or {flag('no_' + name)}",
+                )
             raise InputError(
                 f"{flag(name)} is no setting of engine {rules.name}, or its effect there is not known",
                 where=flag(name),

@@ -215,10 +215,8 @@ def simulate(
     check_output_paths(
         outputs, sources=[path for path in (trace, model, models, calibration) if path is not None]
     )
-    if events_detail and events is None:
-        raise InputError(
-            "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
-        )
+    if events_detail:
+        _check_detail(events, engine)
     goal = None if min_blocks is None else parse_goal(min_blocks, trace, engine)
     wish = _map_wish(at_step, map_request) if map else None
     for given, name in ((at_step, "--at-step"), (map_request, "--map-request")):
@@ -263,6 +261,21 @@ def simulate(
         raise typer.Exit(130)
     if result.simulation["status"] == "stuck":
         raise typer.Exit(1)
+
+
+def _check_detail(events: str | None, engine: str | None) -> None:
+    """Refuse ``--events-detail`` where there are no events, or no blocks in them."""
+    from kvplan.options import CONTIGUOUS_ENGINES, parse_engine
+
+    if events is None:
+        raise InputError(
+            "--events-detail has nothing to add to", where="--events-detail", hint="give --events OUT.jsonl"
+        )
+    name = parse_engine(engine).name
+    if name in CONTIGUOUS_ENGINES:
+        raise InputError(
+            f"engine {name} has no blocks to tell of", where="--events-detail", hint="leave it out"
+        )
 
 
 def _map_wish(at_step: str | None, request: str | None) -> MapWish:

@@ -94,8 +94,8 @@ class VllmRules(NamedTuple):
 
     @property
     def missing_settings(self) -> frozenset[str]:
-        """Options that the engine has not: none, they are its own."""
-        return frozenset()
+        """Switches that a version has not yet: asynchronous scheduling came with 0.10.0 (engine/arg_utils.py)."""
+        return frozenset() if self.number >= (0, 10) else frozenset({"async_scheduling"})
 
     @property
     def batch_holds_sequences(self) -> bool:

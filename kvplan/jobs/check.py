@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, TypeGuard
 from kvplan.errors import DoesNotFit, InputError, KvplanError, unknown_name
 from kvplan.jobs.simulate import Simulation
 from kvplan.jobs.size import size_with
-from kvplan.options import ServingOptions, SimulateOptions, SizeOptions, parse_engine
+from kvplan.options import (
+    DEFAULT_OF_CHECK,
+    DEFAULTS_OF_FILE,
+    ServingOptions,
+    SimulateOptions,
+    SizeOptions,
+    parse_engine,
+)
 from kvplan.safe_yaml import Node, Place, read_yaml
 from kvplan.units import parse_size
 
@@ -339,7 +346,7 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         options,
         {k: n for k, n in defaults.items() if k not in not_asked},
         origins,
-        "check file, defaults",
+        DEFAULTS_OF_FILE,
     )
     if isinstance(options, SizeOptions) and "trace" in given:
         options.trace = _beside(path, str(given["trace"].value()))
@@ -348,7 +355,7 @@ def _plan(entry: Node, number: int, defaults: Mapping[str, Node], engine: str, p
         options.calibration = _beside(path, options.calibration)
     if options.margin is None:
         options.margin = "high"  # a check errs on the safe side
-        origins["margin"] = "default of a check"
+        origins["margin"] = DEFAULT_OF_CHECK
     asked = given.get("allow_uncalibrated", defaults.get("allow_uncalibrated"))
     allow_uncalibrated = asked is not None and asked.value() is True
     expectations = _expectations(

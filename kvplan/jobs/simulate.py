@@ -36,7 +36,7 @@ from kvplan.options import (
     settings_dict,
 )
 from kvplan.request_rate import offered
-from kvplan.serving import Served, choose_batch_limits, find_gpu, serve
+from kvplan.serving import Served, check_settings, choose_batch_limits, find_gpu, serve
 from kvplan.simulated_engines import (
     SIMULATED,
     EngineConfig,
@@ -278,7 +278,7 @@ class Simulation:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
                 self._plan.config.check()
-            self._warmup = _warmup_ticks(options.warmup, self._plan.clock.seconds_per_tick)
+            self._warmup = _warmup_ticks(options, self._plan.clock.seconds_per_tick)
             self._requests = offered(self.trace, options, self._plan.clock.seconds_per_tick)
         except KvplanError:
             self.trace.close()
@@ -576,7 +576,7 @@ def _plan(
         machine = _machine(resolver, warnings)
         pool = machine.pool
     else:
-        _refuse_machine_options(options)
+        _refuse_machine_options(resolver)
         pool = _free_pool(resolver, engine)
     config = engine_config(engine, resolver, pool, scenario, warnings)
     resolver.note("num_gpu_blocks", config.num_gpu_blocks, _pool_source(options, machine))
@@ -624,6 +624,7 @@ _MACHINE_OPTIONS = (
     "max_lora_rank",
     "gpu_memory_utilization",
     "enforce_eager",
+    "margin",
     "calibration",
     "swap_space",
     "set",
@@ -631,9 +632,9 @@ _MACHINE_OPTIONS = (
 )
 
 
-def _refuse_machine_options(options: SimulateOptions) -> None:
+def _refuse_machine_options(resolver: Resolver[SimulateOptions]) -> None:
     for name in _MACHINE_OPTIONS:
-        if getattr(options, name):
+        if resolver.is_asked(name):
             raise InputError(
                 f"{flag(name)} has no effect on a run without a machine",
                 where=flag(name),
@@ -667,6 +668,10 @@ def _machine(resolver: Resolver[SimulateOptions], warnings: list[str]) -> _Machi
     served = serve(spec, resolver, gpu=gpu, gpu_count=count)
     warnings += served.warnings
     capacity, deployment = served.capacity, served.deployment
+    if deployment.data_parallel_size > 1:
+        warnings.append(
+            f"of {deployment.data_parallel_size:,} replicas one is simulated, with all of the requests"
+        )
     assert capacity is not None, "there is a GPU, its memory or a pool"
     groups = cache_groups(served)
     _refuse_context_parallelism(served)
@@ -713,6 +718,7 @@ def _free_pool(resolver: Resolver[SimulateOptions], engine: Engine) -> Pool:
         length = whole_pool
         resolver.note("max_model_len", length, f"--max-model-len auto: {what}")
     rules = engine_sizing(engine.name, engine.version).rules
+    check_settings(options, rules)
     batch, seqs = choose_batch_limits(
         resolver, rules, vllm_rules("").batch_limits(None, ""), length, "default without a machine"
     )
@@ -816,14 +822,16 @@ def _calibrated(served: Served) -> tuple[ChosenConstants | None, tuple[str, ...]
     return steps.chosen, tuple(f"calibration of {kept.source}: {reason}" for reason in steps.reasons)
 
 
-def _warmup_ticks(warmup: float | None, seconds_per_tick: Fraction | None) -> int:
-    if not warmup:
-        return 0
-    if seconds_per_tick is None:
-        raise InputError(
-            "step-numbered arrivals have no seconds", where="--warmup", hint="give --step-time too"
-        )
-    return int(_exact(warmup) / seconds_per_tick)
+def _warmup_ticks(options: SimulateOptions, seconds_per_tick: Fraction | None) -> int:
+    """The warm-up; refuses it, and goals in seconds, where arrivals have none."""
+    if seconds_per_tick is not None:
+        return int(_exact(options.warmup or 0.0) / seconds_per_tick)
+    for name in ("warmup", "slo_ttft", "slo_tpot", "slo_e2e"):
+        if getattr(options, name):
+            raise InputError(
+                "step-numbered arrivals have no seconds", where=flag(name), hint="give --step-time too"
+            )
+    return 0
 
 
 def _exact(value: float) -> Fraction:

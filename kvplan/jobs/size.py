@@ -125,6 +125,8 @@ def _size(
             raise DoesNotFit(
                 f"no length fits: {capacity.reason}", where="--max-model-len", hint="use a larger GPU"
             )
+    if options.suggest and capacity is None:
+        raise InputError("--suggest needs a memory budget", where="--suggest", hint="give --gpu")
     seq = resolver.choose("seq", deployment.seq, "max_model_len")
     warnings = [*served.warnings, *_warnings(served, seq)]
     for name in ("lengths", "trace", "shared_prefix"):

@@ -446,6 +446,20 @@ def test_a_run_that_gets_stuck_fails_every_expectation(check: Check) -> None:
     assert "stuck" in str(verdict["reason"])
 
 
+def test_a_margin_by_default_needs_no_effect_but_one_of_a_check_does(check: Check) -> None:
+    """A check errs on the safe side, and a file may say otherwise for all; a pool that is given has no margin."""
+    pool = "model: llama-2-13b, seq: 4096, num_gpu_blocks_override: 1000"
+    run = "trace: chat, limit: 2, num_gpu_blocks_override: 1000"
+    for subject in (pool, f"{pool}, gpu: a100-80gb", run):
+        expect = "preemption_events: 0" if subject is run else "fits: true"
+        assert check(one(expect, subject=subject)).code == 0
+        in_defaults = one(expect, subject=subject).replace("checks:", "defaults: {margin: low}\nchecks:")
+        assert check(in_defaults).code == 0
+        outcome = check(one(expect, subject=f"{subject}, margin: low"))
+        assert outcome.code == 2
+        assert "--margin has no effect" in outcome.err
+
+
 TWO = (
     f"{HEAD}checks:\n"
     "  - name: holds\n    model: llama-2-13b\n    gpu: a100-80gb\n    expect:\n      fits: true\n"

@@ -19,12 +19,24 @@ from command_line import UPDATE, Cli, listing
 TRANSCRIPT = Path(__file__).parent / "errors.txt"
 LINE = '{"id": "%s", "arrival_s": %s, "input_tokens": %s, "output_tokens": %s}\n'
 GOOD = LINE % ("a", "0", "10", "5")
+GOOD_SCENARIO = {
+    "config": {
+        "num_gpu_blocks": 14,
+        "block_size": 4,
+        "max_num_batched_tokens": 8,
+        "max_num_seqs": 4,
+        "max_model_len": 32,
+        "async_scheduling": True,
+    },
+    "requests": [{"id": "a", "arrival_step": 0, "prompt_tokens": 4, "output_tokens": 2}],
+}
 CHECKS = "version: 1\nengine: vllm@0.33\n"
 MODEL = "hidden_size: 64, intermediate_size: 128, vocab_size: 100, num_hidden_layers: 2"
 
-#: Files that the commands name; all are wrong but good.jsonl.
+#: Files that the commands name; all are wrong but the good ones.
 FILES: dict[str, str | bytes] = {
     "good.jsonl": GOOD,
+    "good.scenario.json": json.dumps(GOOD_SCENARIO),
     "empty.jsonl": "",
     "blank.jsonl": "\n\n",
     "nan.jsonl": GOOD + LINE % ("b", "NaN", "10", "5"),

@@ -342,6 +342,11 @@ def test_the_simulate_table_shows_the_figures_of_the_document(cli: Cli, command:
         assert f"{100 * share:.1f} %" in table
 
 
+def test_a_run_of_one_of_several_replicas_says_so(cli: Cli) -> None:
+    document = cli(f"{SIMULATE} --data-parallel-size 2 --json").document
+    assert document["warnings"] == ["of 2 replicas one is simulated, with all of the requests"]
+
+
 def test_warnings_stay_off_stdout(cli: Cli) -> None:
     outcome = cli("size llama-2-13b --seq 5000 --json")
     assert outcome.code == 0

@@ -46,6 +46,11 @@ def test_what_is_no_version_is_refused(text: str) -> None:
         rules(text)
 
 
+def test_asynchronous_scheduling_came_with_0_10() -> None:
+    assert rules("0.9.2").missing_settings == {"async_scheduling"}
+    assert rules("0.10.0").missing_settings == set()
+
+
 # Memory and the check at the start
 
 
