@@ -158,7 +158,8 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        self._livelock.clear()
+        if self._livelock.seen:
+            self._livelock.clear()
         self.blocks.add(member)
         self._live[member.id] = member
         if self.config.policy == "fcfs":
@@ -231,7 +232,7 @@ class Vllm:
         run = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
         if run is None:
             return None
-        if self._outgrown:
+        if self._livelock.seen:
             self._livelock.clear()
         run.running, run.waiting = len(self.running), len(self.waiting)
         run.finished = self._stop_decoding()
@@ -532,8 +533,9 @@ class Vllm:
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._outgrown and batch.outputs:  # some got a token after all
+        if self._livelock.seen and batch.outputs:
             self._livelock.clear()
+        if self._outgrown:  # some got a token after all
             for member in self._stale.union(batch.sampled):
                 self._outgrown.pop(member, None)
         self._stale.clear()
