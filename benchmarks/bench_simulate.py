@@ -92,6 +92,8 @@ def mooncake_like() -> Lines:
 
 TIGHT = {"num_gpu_blocks_override": 4_096, "max_model_len": 4_096}
 ROOMY = {"num_gpu_blocks_override": 20_000, "max_model_len": 4_096}
+#: About as many steps as the rivals' runs of Azure's trace had.
+SHORT_STEPS = {"num_gpu_blocks_override": 20_000, "max_model_len": 16_384, "step_time": 0.014}
 LARGE = {"model": "llama-3.1-8b", "gpu": "h100-80gb", "num_gpu_blocks_override": 100_000}
 #: Name, trace, its lines, options. Those without a pool run on the default model and GPU, with estimated times.
 RUNS: list[tuple[str, Callable[[], Lines], int, dict[str, object]]] = [
@@ -100,10 +102,13 @@ RUNS: list[tuple[str, Callable[[], Lines], int, dict[str, object]]] = [
     ("10,000 drawn, 4,096 blocks, caching off", drawn, 10_000, {**TIGHT, "enable_prefix_caching": False}),
     ("10,000 drawn, 4,096 blocks", drawn, 10_000, TIGHT),
     ("10,000 drawn, step model", drawn, 10_000, {}),
+    ("20,000 Azure-like", azure_like, 20_001, SHORT_STEPS),
     ("20,000 Azure-like, step model", azure_like, 20_001, {}),
     ("12,000 Mooncake-like, 100,000 blocks, step model", mooncake_like, 12_000, LARGE),
 ]
 LONG: list[tuple[str, Callable[[], Lines], int, dict[str, object]]] = [
+    ("1,000,000 drawn, caching off", drawn, 1_000_000, {**ROOMY, "enable_prefix_caching": False}),
+    ("1,000,000 drawn", drawn, 1_000_000, ROOMY),
     ("1,000,000 drawn, step model, caching off", drawn, 1_000_000, {"enable_prefix_caching": False}),
     ("1,000,000 drawn, step model", drawn, 1_000_000, {}),
 ]
@@ -185,7 +190,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--engine", choices=["fast", "plain"], default="fast")
     parser.add_argument("--repeat", type=int, default=3, help="runs of each, of which the quickest counts")
-    parser.add_argument("--long", action="store_true", help="a million requests too: about two minutes")
+    parser.add_argument("--long", action="store_true", help="a million requests too: about six minutes")
     parser.add_argument("--trace", action="append", default=[], metavar="FILE")
     arguments = parser.parse_args()
     path, repeat = arguments.engine, arguments.repeat
