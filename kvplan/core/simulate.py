@@ -9,9 +9,10 @@ from heapq import heappop, heappush
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from kvplan.core.arrivals import ClosedLoop, OpenLoop, clients_of
-from kvplan.core.engine import DecodeRun, Live, RunTimes, StepWork, Turn
+from kvplan.core.engine import DecodeRun, Live, RunTimes, StepWork, Turn, quoted
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
+from kvplan.errors import InputError
 
 #: Steps of one turn: enough that turns cost nothing beside them, few enough that memory and an interrupt's wait
 #: stay small.
@@ -227,7 +228,7 @@ def run(
     batch is let go before that batch is processed. With ``step_numbered`` a tick is a step index, each turn takes
     one, and idle gaps jump it to the next arrival. A dead step (nothing planned, nobody preempted; with a batch
     queue several in a row) takes no time and is followed by the next arrival or abort; if none is left, the run is
-    stuck. O(turns + requests).
+    stuck. Raises `InputError` for a request whose id a live one has. O(turns + requests).
     """
     clients = clients_of(requests, num_clients, front_end)
     return _Loop(clients, engine, price, metrics, decode_price, step_numbered, observe).play()
@@ -306,8 +307,13 @@ class _Loop:
 
     def _take_arrivals(self, arrived: list[Request], rejected: list[Request]) -> None:
         """Add those who have arrived; notes them and those who were turned away."""
-        clients = self._clients
+        clients, live = self._clients, self._metrics.records
         while (request := clients.upcoming) is not None and clients.due <= self._now:
+            if request.id in live:
+                raise InputError(
+                    f"id {quoted(request.id)} stands twice, in requests that are live at once",
+                    hint="give each request an id of its own",
+                )
             reason = self._engine.refusal(request)
             self._metrics.arrive(request, self._now, rejected_for=reason)
             clients.advance()

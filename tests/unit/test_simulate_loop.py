@@ -15,6 +15,7 @@ from kvplan.core.engine import Turn as AnyTurn
 from kvplan.core.metrics import Metrics
 from kvplan.core.request import Request
 from kvplan.core.simulate import Outcome, StepRecord, run
+from kvplan.errors import InputError
 
 Turn = AnyTurn[Sequence]
 
@@ -121,6 +122,14 @@ def test_a_request_that_arrives_as_a_step_ends_enters_before_the_next_one() -> N
 def test_requests_of_one_tick_enter_together_in_order() -> None:
     _, records = play([Request(name, 5, 1, 1) for name in "cab"])
     assert arrivals(records) == [["c", "a", "b"], [], []]
+
+
+def test_an_id_that_a_live_request_has_is_refused_and_one_that_is_done_lets_go_of_it() -> None:
+    """Of a very long trace, the reader tells equal ids only at its end."""
+    with pytest.raises(InputError, match='id "a" stands twice'):
+        play([Request("a", 0, 1, 2), Request("a", 1, 1, 1)])
+    _, records = play([Request("a", 0, 1, 1), Request("a", 1, 1, 1)])
+    assert arrivals(records) == [["a"], ["a"]]
 
 
 def test_an_idle_gap_jumps_to_the_next_arrival() -> None:
