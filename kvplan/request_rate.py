@@ -28,12 +28,6 @@ def offered(
         raise InputError(
             "--burstiness is of drawn arrivals", where="--burstiness", hint="give --request-rate too"
         )
-    if options.seed is not None and rate is None and options.acceptance_rate is None:
-        raise InputError(
-            "--seed has no effect: nothing is drawn",
-            where="--seed",
-            hint="leave it out, or draw with --request-rate or --acceptance-rate",
-        )
     if options.rate_scale is not None and (rate or clients):
         other = "--request-rate" if rate else "--concurrency"
         raise InputError(

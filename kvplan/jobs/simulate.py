@@ -569,6 +569,12 @@ def _plan(
     if scenario is not None:
         options = _fill_from_scenario(options, scenario, sources, own_pool=names_machine)
     resolver = Resolver(options, sources)
+    if resolver.is_asked("seed") and options.request_rate is None and options.acceptance_rate is None:
+        raise InputError(
+            "--seed has no effect: nothing is drawn",
+            where="--seed",
+            hint="leave it out, or draw with --request-rate or --acceptance-rate",
+        )
     engine = resolver.note_engine()
     warnings: list[str] = []
     machine: _Machine | None = None

@@ -460,6 +460,15 @@ def test_a_margin_by_default_needs_no_effect_but_one_of_a_check_does(check: Chec
         assert "--margin has no effect" in outcome.err
 
 
+def test_a_seed_by_default_is_for_those_checks_that_draw(check: Check) -> None:
+    run = "trace: chat, limit: 2, num_gpu_blocks_override: 1000"
+    expect = "preemption_events: 0"
+    assert check(one(expect, subject=run).replace("checks:", "defaults: {seed: 7}\nchecks:")).code == 0
+    outcome = check(one(expect, subject=f"{run}, seed: 7"))
+    assert outcome.code == 2
+    assert "--seed has no effect" in outcome.err
+
+
 TWO = (
     f"{HEAD}checks:\n"
     "  - name: holds\n    model: llama-2-13b\n    gpu: a100-80gb\n    expect:\n      fits: true\n"
