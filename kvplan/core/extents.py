@@ -3,11 +3,12 @@
 Which block a sequence takes cannot be observed, only when content is lost. So blocks without content are a
 number, and cached content is kept in *extents*: physical copies of neighbouring blocks with the same users.
 
-Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2) an extent's ``users`` counts the tables
-that cover it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap
+Invariants, between calls: (1) ``free`` = ``blank`` + sizes of idle extents; (2) an extent's ``users`` counts the
+sequences that hold it; (3) it is in the idle list if and only if it has no users; (4) where parts of a node overlap
 (``copies``), the earlier listed was entered earlier; without overlap they lie end to end; (5) a node is indexed if and
 only if it has parts; (6) what is present is closed under prefixes: of one prefix the deepest free block is evicted
-first; (7) an extent with an owner has no node and nothing behind it, and is all that its owner has entered.
+first; (7) an extent that is present is a part of its ``node`` or has an ``owner``, never both; (8) one with an owner
+stands in the index by the owner's key, has nothing behind it, and is all that is left of what its owner has entered.
 """
 
 from __future__ import annotations
