@@ -103,7 +103,7 @@ class FullBlocks:
         )
 
     def join(self, member: Member) -> None:
-        """Note a sequence that has just joined the cohort."""
+        """Nothing is to be noted: what a decoder takes is a sum in the cohort, what it fills is known by its offset."""
 
     def leave(self, member: Member, *, took_turn: bool = False) -> None:
         """Note a sequence that has just left the cohort."""
@@ -156,8 +156,7 @@ class FullBlocks:
         block_size = self._block_size
         holding.blocks = -(-end // block_size)
         if self._is_caching:
-            full = (end if end < member.num_tokens else member.num_tokens) // block_size
-            self.pool.publish(holding, full, self._publish_grower)
+            self.pool.publish(holding, end // block_size, self._publish_grower)
 
     def _publish_grower(self, run: Run) -> None:
         """Before somebody looks at or adds to a run: enter what the decoder that grows it has filled."""

@@ -130,12 +130,7 @@ class Behind:
 class SlotSums:
     """Slots of all blocks in use. A slot of a group counts as many units as its share of a block's memory."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        kinds: Sequence[Kind],
-        pool: WindowPool,
-    ) -> None:
+    def __init__(self, config: SchedulerConfig, kinds: Sequence[Kind], pool: WindowPool) -> None:
         self._pool = pool
         self._lag = int(config.async_scheduling)
         self._kinds = kinds

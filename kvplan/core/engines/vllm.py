@@ -20,14 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from kvplan.core.cohort import Cohort, Member
-from kvplan.core.engine import (
-    DecodeRun,
-    Live,
-    Preemption,
-    SchedulerConfig,
-    Turn,
-    why_stuck,
-)
+from kvplan.core.engine import DecodeRun, Live, Preemption, SchedulerConfig, Turn, why_stuck
 from kvplan.core.engines.block_side import NEVER, BlockSide
 from kvplan.core.engines.full_blocks import FullBlocks
 from kvplan.core.engines.group_blocks import GroupBlocks
