@@ -167,7 +167,7 @@ def test_a_file_name_is_shown_literally(cli: Cli, tmp_path: Path) -> None:
     outcome = cli("simulate --num-gpu-blocks-override 100", name)
     assert outcome.code == 0
     assert is_tame(outcome)
-    assert outcome.out.startswith("\\x1b[31m\\n[red]x.jsonl: 1 requests")
+    assert outcome.out.startswith("\\x1b[31m\\n[red]x.jsonl: 1 request,")
     (tmp_path / name).write_text("nonsense")
     assert is_tame(cli("simulate", name))
 

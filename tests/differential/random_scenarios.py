@@ -174,6 +174,7 @@ def compare_engines(
         turn, step = pair.turn(most)
         assert plain.is_livelocked == fast.is_livelocked
         assert list(plain.live()) == list(fast.live())
+        assert [s.id for s in plain._outgrown] == [s.id for s in fast._outgrown]
         if not events and (plain.is_livelocked or step.is_dead):
             assert plain.why_stuck() == fast.why_stuck()
         pools.compare(plain, fast, publish_at_once=publish_at_once)

@@ -16,9 +16,9 @@ from option_scenarios import FAMILIES, draw, play
 from random_scenarios import compare_engines, draw_aborts
 from random_scenarios import draw as draw_one
 
-from kvplan.core.engine import SchedulerConfig
+from kvplan.core.engine import GroupSpec, SchedulerConfig
 from kvplan.core.engines.vllm_plain import VllmPlain
-from kvplan.core.request import Request
+from kvplan.core.request import Request, Segment
 
 SCENARIOS = int(os.environ.get("KVPLAN_SCENARIOS", "2000"))
 #: Turns for which a run that is called stuck is taken on.
@@ -90,3 +90,26 @@ def test_both_engines_find_it_in_the_same_turn(drawn: str) -> None:
             skip=rng.random() < 0.5,
             pools=None if drawn == "one" else GroupPools(config, requests),
         )
+
+
+def test_a_token_that_comes_in_in_a_run_of_decodes_counts_too() -> None:
+    """The first 12 tokens fill the pool, and what is behind the windows is still in flight: it starts over.
+
+    Then it finds them in the cache, and the token of its last chunk comes in in the first step of a run.
+    """
+    windows = [GroupSpec("sliding", 4, 3)] * 2
+    config = SchedulerConfig(
+        num_gpu_blocks=10,
+        block_size=4,
+        max_num_batched_tokens=12,
+        max_num_seqs=1,
+        max_model_len=64,
+        scheduler_reserve_full_isl=False,
+        groups=(*windows, GroupSpec("full", 4)),
+        async_scheduling=True,
+    )
+    requests = [Request("a", 0, 14, 2, 0, (Segment("s", 0, 14),))]
+    seen = compare_engines(
+        config, requests, publish_at_once=False, skip=True, pools=GroupPools(config, requests)
+    )
+    assert seen["preemptions"] == 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from kvplan.core.cohort import Cohort, Member
@@ -225,12 +225,12 @@ class Vllm:
         run = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
         if run is None:
             return None
-        if self._livelock.seen:
-            self._livelock.clear()
         run.running, run.waiting = len(self.running), len(self.waiting)
         run.finished = self._stop_decoding()
         if self._queue_size > 1:
             self._put_in_flight(run)
+        if self._outgrown:
+            self._note_tokens(run.sampled)
         for member in run.finished:
             self._finish(member)
         run.free_blocks_end = self.pool.free
@@ -526,13 +526,16 @@ class Vllm:
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._livelock.seen and batch.outputs:
-            self._livelock.clear()
-        if self._outgrown:  # some got a token after all
-            for member in self._stale.union(batch.sampled):
-                self._outgrown.pop(member, None)
+        if self._outgrown and batch.outputs:
+            self._note_tokens(self._stale.union(batch.sampled))
         self._stale.clear()
         turn.free_blocks_end = self.pool.free
+
+    def _note_tokens(self, sampled: Iterable[Member]) -> None:
+        """Note that tokens were sampled, ``sampled`` being those who may have got none since they were preempted."""
+        self._livelock.clear()
+        for member in sampled:
+            self._outgrown.pop(member, None)
 
     def _finish(self, member: Member) -> None:
         """Free a sequence that is done."""
