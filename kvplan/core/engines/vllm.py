@@ -151,7 +151,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        if self._livelock.seen:
+        if self._outgrown:
             self._livelock.clear()
         self.blocks.add(member)
         self._live[member.id] = member
