@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import accumulate
+from itertools import accumulate, chain
 from operator import mul
 from typing import Any
 
@@ -16,8 +16,10 @@ from kvplan.core.preemptions import PreemptionCauses, PreemptionLog
 from kvplan.core.request import Request, seconds
 from kvplan.core.tally import SKETCH_ERROR, Counts, Summary, Values
 
-#: So many steps are noted before they are summed up.
-_SUMMED_AT_ONCE = 1 << 14
+#: So many numbers are noted before they are summed up.
+_SUMMED_AT_ONCE = 1 << 15
+#: After so many arrivals the times of requests are packed.
+_PACKED_AT_ONCE = 1 << 12
 
 
 @dataclass(slots=True)
@@ -209,19 +211,48 @@ class _OverTime:
     noted in lists and summed up when they are long, by column. The sums are right after `sum_up`.
     """
 
-    def __init__(self) -> None:
+    __slots__ = (
+        "_block_slots",
+        "_changes",
+        "_first_level",
+        "_in_holes",
+        "_last_level",
+        "_lengths",
+        "_notes",
+        "_of_groups",
+        "_sure",
+        "_waited",
+        "behind",
+        "group_blocks",
+        "group_maxima",
+        "holes",
+        "opening",
+        "running",
+        "running_max",
+        "shared_max",
+        "ticks_at",
+        "tokens",
+        "waiting",
+        "waiting_max",
+        "waste",
+    )
+
+    def __init__(self, block_slots: int) -> None:
         self.opening = 0
+        self._block_slots = block_slots
         #: Ticks at each number of used blocks; integrals over ticks; maxima.
-        self.ticks_at: defaultdict[int, int] = defaultdict(int)
+        self.ticks_at = [0]
         self.running = self.waiting = self.tokens = self.waste = self.holes = 0
         self.running_max = self.waiting_max = self.shared_max = 0
-        self._used: list[int] = []
-        self._ticks: list[int] = []
-        #: Of runs: blocks used in the first step, blocks taken in each, ticks of each.
-        self._runs: list[tuple[int, Seq[int], Seq[int]]] = []
-        self._run_steps = 0
-        #: Ticks, running, waiting and shared blocks; tokens and waste times ticks.
-        self._states: list[tuple[int, int, int, int, int, int]] = []
+        #: One note after the other: its ticks, and how many of them used as many blocks as its first step; used
+        #: blocks, running, waiting, shared blocks, empty and reserved slots in that; what later steps add to tokens
+        #: times ticks and to waste times ticks.
+        self._notes: list[int] = []
+        #: Of steps of a note that use different numbers of blocks: how many more than the one before, and their ticks.
+        self._changes: list[int] = []
+        self._lengths: list[Seq[int]] = []
+        #: How many blocks came before the first change, and after the last.
+        self._first_level = self._last_level = 0
         self._waited = self._in_holes = 0
         #: With several groups or windows: slots behind a window times ticks; blocks of each group times ticks. Both
         #: for each note too, with the most blocks in it.
@@ -230,15 +261,21 @@ class _OverTime:
         self.group_maxima: list[int] = []
         self._of_groups: list[tuple[int, Seq[int], Seq[int]]] = []
         # So many of the lists came up to the last finish.
-        self._sure_levels = self._sure_runs = self._sure_states = 0
+        self._sure = (0, 0, 0)
+
+    def expect(self, blocks: int) -> None:
+        """Make room for steps that use so many blocks."""
+        self.ticks_at += [0] * (blocks + 1 - len(self.ticks_at))
 
     def note_wait(self, start: int, end: int, last_finish: int | None) -> None:
         """Add a request that waited from its arrival until a step was scheduled."""
-        start = max(start, self.opening)
+        if start < self.opening:
+            start = self.opening
         if last_finish is not None and start < last_finish:
-            middle = max(start, min(last_finish, end))
-            self.waiting += middle - start
-            start = middle
+            middle = last_finish if last_finish < end else end
+            if start < middle:
+                self.waiting += middle - start
+                start = middle
         if start < end:
             self._waited += end - start
 
@@ -246,74 +283,85 @@ class _OverTime:
         """Add a gap in which nothing is live."""
         ticks = end - max(start, self.opening)
         if ticks > 0:
-            self._used.append(0)
-            self._ticks.append(ticks)
+            self._notes += (ticks, ticks, 0, 0, 0, 0, 0, 0, 0, 0)
 
-    def note(
-        self, state: Turn[Any] | DecodeRun[Any], start: int, end: int, used: int, tokens: int, waste: int
-    ) -> None:
-        """Add a step: blocks used, and of their slots those with KV and those that never will have."""
+    def note(self, state: Turn[Any] | DecodeRun[Any], start: int, end: int, used: int) -> int:
+        """Add a step that uses so many blocks; returns how many ticks of it lie in the window."""
         ticks = end - (start if start > self.opening else self.opening)
-        if ticks > 0:
-            self._used.append(used)
-            self._ticks.append(ticks)
-            self._states.append(
-                (ticks, state.running, state.waiting, state.shared_blocks, tokens * ticks, waste * ticks)
-            )
-            if state.hole_slots:
-                self._in_holes += state.hole_slots * ticks
-            if isinstance(state, Turn) and (state.group_blocks or state.behind_slots):
-                blocks = state.group_blocks
-                self._of_groups.append(
-                    (state.behind_slots * ticks, [count * ticks for count in blocks], blocks)
-                )
+        if ticks <= 0:
+            return 0
+        self._notes += (
+            ticks,
+            ticks,
+            used,
+            state.running,
+            state.waiting,
+            state.shared_blocks,
+            state.empty_slots,
+            state.reserved_slots,
+            0,
+            0,
+        )
+        if state.hole_slots:
+            self._in_holes += state.hole_slots * ticks
+        return ticks
+
+    def note_groups(self, ticks: int, behind_slots: int, group_blocks: Seq[int]) -> None:
+        """Add to a step so many ticks long what there is with several groups or windows."""
+        self._of_groups.append(
+            (behind_slots * ticks, [count * ticks for count in group_blocks], group_blocks)
+        )
 
     def note_run(
-        self,
-        run: DecodeRun[Any],
-        start: int,
-        end: int,
-        times: RunTimes,
-        ticks: Seq[int],
-        used: int,
-        tokens: int,
-        waste: int,
+        self, run: DecodeRun[Any], start: int, end: int, times: RunTimes, used: int, last: int
     ) -> None:
-        """Add steps so many ``ticks`` long; of the first, as `note`; each adds a token for each decoder."""
+        """Add steps of which the first and the last use so many blocks; each adds a token for each decoder."""
         if start < self.opening:
-            levels = accumulate(run.takes[1:], initial=used)
-            for step, (level, length) in enumerate(zip(levels, ticks, strict=True)):
-                wasted = waste + sum(slots for offset, slots in run.waste_begun if 0 < offset <= step)
-                self.note(run, start, start + length, level, tokens + step * run.decoders, wasted)
-                start += length
+            levels = list(accumulate(run.takes[1:], initial=used))
+            self.note_levels(run, self._slots_of(run, levels), start, times.ticks(run.steps), levels)
             return
-        self._runs.append((used, run.takes, ticks))
-        self._run_steps += run.steps
-        total = end - start
-        token_ticks, waste_ticks = tokens * total, waste * total
-        steps = run.steps
-        if steps > 1:
-            # From the second on, each is longer than the one before by the same number of ticks.
-            _, second, growth = times
-            passed = (3 * second + growth * 2 * (steps - 2)) * (steps * (steps - 1) // 2) // 3
-            token_ticks += run.decoders * passed
-            for offset, slots in run.waste_begun:
-                if offset:
-                    waste_ticks += slots * sum(ticks[offset:])
-        self._states.append((total, run.running, run.waiting, run.shared_blocks, token_ticks, waste_ticks))
+        total, steps = end - start, run.steps
+        # From the second on, each is longer than the one before by the same number of ticks.
+        _, second, growth = times
+        pairs = steps * (steps - 1) // 2
+        tokens = run.decoders * (pairs * second + pairs * 2 * (steps - 2) // 3 * growth)
+        waste = 0
+        if run.waste_begun:
+            ticks = times.ticks(steps)
+            waste = sum(slots * sum(ticks[offset:]) for offset, slots in run.waste_begun if offset)
+        self._notes += (
+            total,
+            total if last == used else 0,
+            used,
+            run.running,
+            run.waiting,
+            run.shared_blocks,
+            run.empty_slots,
+            run.reserved_slots,
+            tokens,
+            waste,
+        )
+        if last != used:
+            self._note_changes(used, run.takes, last, times.ticks(steps))
         if run.hole_slots:
             self._in_holes += run.hole_slots * total
 
+    def _slots_of(self, run: DecodeRun[Any], used: list[int]) -> Levels:
+        """The slots after each step, by the blocks used in it."""
+        size, steps = self._block_slots, range(run.steps)
+        begun = run.empty_slots - size * used[0]
+        empty = [begun + size * blocks - step * run.decoders for step, blocks in enumerate(used)]
+        waste = run.empty_slots - run.reserved_slots
+        reserved = [
+            slots - waste - sum(more for offset, more in run.waste_begun if 0 < offset <= step)
+            for step, slots in enumerate(empty)
+        ]
+        return Levels(empty, reserved, [0 for _ in steps], [], [run.shared_blocks for _ in steps])
+
     def note_levels(
-        self,
-        run: DecodeRun[Any],
-        levels: Levels,
-        start: int,
-        ticks: Seq[int],
-        used: list[int],
-        block_slots: int,
+        self, run: DecodeRun[Any], levels: Levels, start: int, ticks: Seq[int], used: list[int]
     ) -> None:
-        """Add steps so many ``ticks`` long, each with its own slots, of ``block_slots`` in a block."""
+        """Add steps so many ``ticks`` long, each with its own slots and used blocks."""
         if start < self.opening:
             ends = accumulate(ticks, initial=start)
             next(ends)
@@ -322,13 +370,13 @@ class _OverTime:
         if not total:
             return
         inside = next(place for place, length in enumerate(ticks) if length)
-        self._used += used[inside:]
-        self._ticks += ticks[inside:]
         empty = sum(map(mul, levels.empty_slots, ticks))
-        tokens = block_slots * sum(map(mul, used, ticks)) - empty
+        tokens = self._block_slots * sum(map(mul, used, ticks)) - empty
         waste = empty - sum(map(mul, levels.reserved_slots, ticks))
         shared = max(levels.shared_blocks[inside:])
-        self._states.append((total, run.running, run.waiting, shared, tokens, waste))
+        self._notes += (total, 0, 0, run.running, run.waiting, shared, 0, 0, tokens, waste)
+        self._in_holes += run.hole_slots * total
+        self._note_changes(used[inside], run.takes[inside:], used[-1], ticks[inside:])
         self._of_groups.append(
             (
                 sum(map(mul, levels.behind_slots, ticks)),
@@ -337,19 +385,30 @@ class _OverTime:
             )
         )
 
+    def _note_changes(self, first: int, takes: list[int], last: int, ticks: Seq[int]) -> None:
+        """Add the blocks used in steps: in the ``first``, taken in each later one, and used in the ``last``."""
+        changes = self._changes
+        at = len(changes)
+        changes += takes
+        changes[at] = first - self._last_level
+        self._last_level = last
+        self._lengths.append(ticks)
+
     def note_finish(self) -> None:
         """All so far lies in the window."""
-        self.waiting += self._waited
-        self.holes += self._in_holes
-        for behind, blocks, most in self._of_groups:
-            self.behind += behind
-            self._note_groups(blocks, most)
-        self._of_groups.clear()
-        self._waited = self._in_holes = 0
-        self._sure_levels = len(self._used)
-        self._sure_runs = len(self._runs)
-        self._sure_states = len(self._states)
-        if self._sure_levels + self._run_steps > _SUMMED_AT_ONCE:
+        if self._waited:
+            self.waiting += self._waited
+            self._waited = 0
+        if self._in_holes:
+            self.holes += self._in_holes
+            self._in_holes = 0
+        if self._of_groups:
+            for behind, blocks, most in self._of_groups:
+                self.behind += behind
+                self._note_groups(blocks, most)
+            self._of_groups.clear()
+        self._sure = notes, changes, _ = len(self._notes), len(self._changes), len(self._lengths)
+        if notes + changes > _SUMMED_AT_ONCE:
             self.sum_up()
 
     def _note_groups(self, blocks: Seq[int], most: Seq[int]) -> None:
@@ -363,27 +422,27 @@ class _OverTime:
 
     def sum_up(self) -> None:
         """Sum up what lies in the window for sure."""
-        ticks_at, levels = self.ticks_at, self._sure_levels
-        for used, ticks in zip(self._used[:levels], self._ticks[:levels], strict=True):
-            ticks_at[used] += ticks
-        for first, takes, lengths in self._runs[: self._sure_runs]:
-            for used, ticks in zip(accumulate(takes[1:], initial=first), lengths, strict=True):
-                ticks_at[used] += ticks
-        del self._used[:levels], self._ticks[:levels], self._runs[: self._sure_runs]
-        self._sure_levels = self._sure_runs = self._run_steps = 0
-        if self._sure_states:
-            durations, running, waiting, shared, tokens, waste = zip(
-                *self._states[: self._sure_states], strict=True
-            )
-            self.running += sum(map(mul, running, durations))
-            self.waiting += sum(map(mul, waiting, durations))
-            self.tokens += sum(tokens)
-            self.waste += sum(waste)
-            self.running_max = max(self.running_max, *running)
-            self.waiting_max = max(self.waiting_max, *waiting)
-            self.shared_max = max(self.shared_max, *shared)
-            del self._states[: self._sure_states]
-            self._sure_states = 0
+        notes, changes, lengths = self._sure
+        if not notes:
+            return
+        columns = [self._notes[column:notes:10] for column in range(10)]
+        ticks, at_used, used, running, waiting, shared, empty, reserved, tokens, waste = columns
+        ticks_at = self.ticks_at
+        levels = chain(used, accumulate(self._changes[:changes], initial=self._first_level))
+        each = chain(at_used, (0,), chain.from_iterable(self._lengths[:lengths]))
+        for blocks, length in zip(levels, each, strict=True):
+            ticks_at[blocks] += length
+        self._first_level = blocks
+        self.running += sum(map(mul, running, ticks))
+        self.waiting += sum(map(mul, waiting, ticks))
+        empty_ticks = sum(map(mul, empty, ticks))
+        self.tokens += self._block_slots * sum(map(mul, used, ticks)) - empty_ticks + sum(tokens)
+        self.waste += empty_ticks - sum(map(mul, reserved, ticks)) + sum(waste)
+        self.running_max = max(self.running_max, *running)
+        self.waiting_max = max(self.waiting_max, *waiting)
+        self.shared_max = max(self.shared_max, *shared)
+        del self._notes[:notes], self._changes[:changes], self._lengths[:lengths]
+        self._sure = (0, 0, 0)
 
 
 @dataclass(slots=True)
@@ -420,6 +479,46 @@ class Metrics:
     a finish is held back until the next one, since only then it is known to lie in W. ``usable_blocks`` is all but
     one block unless it is given. An engine with cache groups says in ``cache`` which they are.
     """
+
+    # More attributes than an object without slots has quick access to.
+    __slots__ = (
+        "_block_slots",
+        "_cache",
+        "_decoding",
+        "_e2e",
+        "_gaps",
+        "_grouped",
+        "_groups",
+        "_has_goals",
+        "_on_request",
+        "_over_time",
+        "_preemptions",
+        "_queue",
+        "_totals",
+        "_tpot",
+        "_ttft",
+        "accepted_drafts",
+        "block_size",
+        "copied_blocks",
+        "evicted_blocks",
+        "num_gpu_blocks",
+        "peak_blocks",
+        "preemption_events",
+        "prefix_caching",
+        "recomputed_tokens",
+        "records",
+        "rejected_drafts",
+        "scheduled_tokens",
+        "seconds_per_tick",
+        "slo",
+        "steps",
+        "swapped_in_blocks",
+        "swapped_out_blocks",
+        "usable_blocks",
+        "warmup",
+        "window_end",
+        "window_start",
+    )
 
     def __init__(
         self,
@@ -468,7 +567,7 @@ class Metrics:
         self._ttft, self._queue, self._e2e, self._tpot = Values("q"), Values("q"), Values("q"), Values("d")
         # Measured sequences that decode without being visited.
         self._decoding = 0
-        self._over_time = _OverTime()
+        self._over_time = _OverTime(self._block_slots)
 
     # Folding
 
@@ -478,12 +577,15 @@ class Metrics:
             self.window_start = self._over_time.opening = request.arrival + self.warmup
             self._over_time.note_idle(request.arrival, now)
         totals = self._totals
-        arrival, window_end = request.arrival, self.window_end
+        number, arrival, window_end = totals.arrived, request.arrival, self.window_end
         measured = arrival >= self.window_start
-        record = RequestRecord(request, totals.arrived, measured, rejected_for)
-        totals.arrived += 1
+        record = RequestRecord(request, number, measured, rejected_for)
+        totals.arrived = number + 1
         totals.arrived_samples += request.samples
-        if measured:
+        if number % _PACKED_AT_ONCE == 0:
+            for values in (self._ttft, self._queue, self._e2e, self._tpot):
+                values.pack()
+        if measured and self._has_goals:
             if window_end is not None and arrival <= window_end:
                 totals.asked += 1
             else:
@@ -522,18 +624,21 @@ class Metrics:
         """
         self.steps += 1
         self.scheduled_tokens += turn.scheduled_tokens
-        self.recomputed_tokens += turn.recomputed_tokens
-        self.evicted_blocks += turn.evicted
+        if turn.recomputed_tokens:
+            self.recomputed_tokens += turn.recomputed_tokens
+        if turn.evicted:
+            self.evicted_blocks += turn.evicted
         work = turn.work
-        self.copied_blocks += work.copied_blocks
-        self.swapped_out_blocks += work.swapped_out_blocks
-        self.swapped_in_blocks += work.swapped_in_blocks
+        if work.copied_blocks or work.swapped_out_blocks or work.swapped_in_blocks:
+            self.copied_blocks += work.copied_blocks
+            self.swapped_out_blocks += work.swapped_out_blocks
+            self.swapped_in_blocks += work.swapped_in_blocks
         used = self.usable_blocks - turn.free_blocks
-        tokens = used * self._block_slots - turn.empty_slots
-        waste = turn.empty_slots - turn.reserved_slots
         if used > self.peak_blocks:
-            self.peak_blocks = used
-        self._over_time.note(turn, start, end, used, tokens, waste)
+            self._note_peak(used)
+        ticks = self._over_time.note(turn, start, end, used)
+        if ticks and (turn.group_blocks or turn.behind_slots):
+            self._over_time.note_groups(ticks, turn.behind_slots, turn.group_blocks)
         records = self.records
         if turn.preempted:
             self.preemption_events += len(turn.preempted)
@@ -541,68 +646,67 @@ class Metrics:
                 record = records[sequence.id]
                 self._totals.preempted += not record.preemptions
                 record.preemptions += 1
-        for sequence, hit_tokens in turn.prefix_hits:
-            self._note_admission(records[sequence.id], start, hit_tokens)
+        if turn.prefix_hits:
+            self._fold_admitted(turn.prefix_hits, start)
         if turn.preemptions or self._preemptions.open:
             self._preemptions.fold(turn, self.steps - 1, start, end if planned_end is None else planned_end)
-        gaps = self._gaps
-        for sequence in turn.interrupted:
-            self._stop_decoding(records[sequence.id], start)
+        if turn.interrupted:
+            for sequence in turn.interrupted:
+                self._stop_decoding(records[sequence.id], start)
         if self._decoding:
-            gaps.add(end - start, self._decoding)
-        self._fold_samples(turn.sampled, end)
+            self._gaps.add(end - start, self._decoding)
+        if turn.sampled:
+            self._fold_samples(turn.sampled, end)
         if turn.extra_tokens:
             self._fold_extra_tokens(turn.extra_tokens)
-        self.accepted_drafts += turn.accepted_drafts
-        self.rejected_drafts += turn.rejected_drafts
+        if turn.accepted_drafts or turn.rejected_drafts:
+            self.accepted_drafts += turn.accepted_drafts
+            self.rejected_drafts += turn.rejected_drafts
         if turn.started_decoding:
             self._start_decoding(turn.started_decoding)
-        for sequence in turn.stopped_decoding:
-            self._stop_decoding(records[sequence.id], end)
+        if turn.stopped_decoding:
+            for sequence in turn.stopped_decoding:
+                self._stop_decoding(records[sequence.id], end)
         if turn.finished:
             self._fold_finished(turn.finished, end)
 
     def fold_run(self, run: DecodeRun[Any], start: int, end: int, times: RunTimes) -> None:
         """Note a run of steps from ``start`` to ``end``. O(steps), at C speed."""
-        steps = run.steps
+        steps, takes, over_time = run.steps, run.takes, self._over_time
         self.steps += steps
         self.scheduled_tokens += steps * run.decoders
-        self.evicted_blocks += run.evicted
-        used, ticks = self.usable_blocks - run.free_blocks, times.ticks(steps)
+        if run.evicted:
+            self.evicted_blocks += run.evicted
+        used = most = self.usable_blocks - run.free_blocks
         if run.levels:
-            levels = list(accumulate(run.takes[1:], initial=used))
+            levels = list(accumulate(takes[1:], initial=used))
             most = max(levels)
-            self._over_time.note_levels(run, run.levels, start, ticks, levels, self._block_slots)
+            over_time.note_levels(run, run.levels, start, times.ticks(steps), levels)
+        elif steps == 1:
+            over_time.note(run, start, end, used)
         else:
-            most = used + sum(run.takes) - run.takes[0]
-            tokens = used * self._block_slots - run.empty_slots
-            waste = run.empty_slots - run.reserved_slots
-            self._over_time.note_run(run, start, end, times, ticks, used, tokens, waste)
+            most += sum(takes) - takes[0]
+            over_time.note_run(run, start, end, times, used, most)
         if most > self.peak_blocks:
-            self.peak_blocks = most
-        if not run.sampled and isinstance(ticks, range):
+            self._note_peak(most)
+        first, second, growth = times
+        if steps > 1 and second == first + growth and not run.sampled:
             if self._decoding:
-                self._gaps.add_all(ticks, self._decoding)
+                self._gaps.add_row(first, growth, steps, self._decoding)
         else:
-            self._fold_gaps(run, start, times)
+            if self._decoding:
+                self._gaps.add(first, self._decoding)
+            if run.sampled:
+                self._fold_samples(run.sampled, start + first)
+                self._start_decoding(run.started_decoding)
+            if steps > 1 and self._decoding:
+                self._gaps.add_row(second, growth, steps - 1, self._decoding)
         if run.finished:
             self._fold_finished(run.finished, end)
 
-    def _fold_gaps(self, run: DecodeRun[Any], start: int, times: RunTimes) -> None:
-        """Note times between tokens of those who decode in a run without being visited, and who joins them."""
-        first, second, growth = times
-        if self._decoding:
-            self._gaps.add(first, self._decoding)
-        if run.sampled:
-            self._fold_samples(run.sampled, start + first)
-            self._start_decoding(run.started_decoding)
-        more = run.steps - 1
-        if not more or not self._decoding:
-            return
-        if growth:
-            self._gaps.add_all(range(second, second + more * growth, growth), self._decoding)
-        else:
-            self._gaps.add(second, more * self._decoding)
+    def _note_peak(self, blocks: int) -> None:
+        self.peak_blocks = blocks
+        self._over_time.expect(blocks)
 
     def note_live(self, live: Iterable[Live]) -> None:
         """End the account with the requests that never finished.
@@ -626,7 +730,8 @@ class Metrics:
         for sequence in sequences:
             record = self.records[sequence.id]
             record.decodes = True
-            self._decoding += record.measured
+            if record.measured:
+                self._decoding += 1
 
     def _stop_decoding(self, record: RequestRecord, last_token: int) -> None:
         """Note that a request no longer decodes without being visited."""
@@ -635,39 +740,6 @@ class Metrics:
             record.last_token = last_token
             self._decoding -= record.measured
 
-    def _note_admission(self, record: RequestRecord, start: int, hit_tokens: int) -> None:
-        totals = self._totals
-        if record.admitted is not None:
-            record.resumed_hit_tokens += hit_tokens
-            totals.resumed_hit_tokens += hit_tokens * record.measured
-            return
-        record.admitted = start
-        record.hit_tokens = hit_tokens
-        if record.measured:
-            totals.queried_tokens += record.request.input_tokens
-            totals.hit_tokens += hit_tokens
-            self._queue.add(start - record.request.arrival)
-
-    def _note_finish(self, record: RequestRecord, end: int) -> None:
-        totals, request = self._totals, record.request
-        output, samples = record.output_tokens, request.samples
-        totals.finished += 1
-        totals.finished_samples += samples
-        if output < request.output_tokens:
-            totals.truncated += 1
-        if self.window_start is not None and end >= self.window_start:
-            totals.finished_inside += 1
-            totals.input_inside += request.input_tokens
-            totals.output_inside += output * samples
-        if record.measured:
-            self._e2e.add(end - request.arrival)
-            if output > 1 and record.first_token is not None:
-                self._tpot.add((end - record.first_token) / (output - 1))
-            if self._has_goals:
-                totals.good += self._meets(record, self.slo)
-        if self._on_request is not None:
-            self._on_request(record)
-
     def _tell(self, record: RequestRecord) -> None:
         if self._on_request is not None:
             self._on_request(record)
@@ -675,9 +747,26 @@ class Metrics:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size) if self._grouped is None else self._grouped.blocks_for(tokens)
 
+    def _fold_admitted(self, prefix_hits: Iterable[tuple[Sequence, int]], start: int) -> None:
+        totals, records = self._totals, self.records
+        for sequence, hit_tokens in prefix_hits:
+            record = records[sequence.id]
+            if record.admitted is not None:
+                record.resumed_hit_tokens += hit_tokens
+                totals.resumed_hit_tokens += hit_tokens * record.measured
+                continue
+            record.admitted = start
+            record.hit_tokens = hit_tokens
+            if record.measured:
+                request = record.request
+                totals.queried_tokens += request.input_tokens
+                totals.hit_tokens += hit_tokens
+                self._queue.add(start - request.arrival)
+
     def _fold_samples(self, sampled: Iterable[Sequence], end: int) -> None:
+        records = self.records
         for sequence in sampled:
-            record = self.records[sequence.id]
+            record = records[sequence.id]
             if record.last_token is None:
                 record.first_token = end
                 if record.measured:
@@ -692,19 +781,37 @@ class Metrics:
         if measured:
             self._gaps.add(0, measured)
 
-    def _fold_finished(self, finished: Iterable[Sequence], end: int) -> None:
-        totals = self._totals
+    def _fold_finished(self, finished: Seq[Sequence], end: int) -> None:
+        totals, records = self._totals, self.records
+        is_inside = self.window_start is not None and end >= self.window_start
+        totals.finished += len(finished)
+        if is_inside:
+            totals.finished_inside += len(finished)
         for sequence in finished:
-            record = self.records.pop(sequence.id)
-            if record.decodes:
-                self._decoding -= record.measured
+            record = records.pop(sequence.id)
+            request, tokens = record.request, sequence.num_tokens
+            output, samples = tokens - request.input_tokens, request.samples
+            record.finished = end
+            record.output_tokens = output
+            totals.finished_samples += samples
+            if output < request.output_tokens:
+                totals.truncated += 1
+            if is_inside:
+                totals.input_inside += request.input_tokens
+                totals.output_inside += output * samples
+            if record.decodes and record.measured:
+                self._decoding -= 1
             if record.preemptions:
                 self._preemptions.end(sequence.id)
-            tokens = sequence.num_tokens
-            record.finished = end
-            record.output_tokens = tokens - record.request.input_tokens
-            record.peak_blocks = self._blocks_for(tokens - 1)  # the last token never has KV
-            self._note_finish(record, end)
+            if record.measured:
+                self._e2e.add(end - request.arrival)
+                if output > 1 and record.first_token is not None:
+                    self._tpot.add((end - record.first_token) / (output - 1))
+                if self._has_goals:
+                    totals.good += self._meets(record, self.slo)
+            if self._on_request is not None:
+                record.peak_blocks = self._blocks_for(tokens - 1)  # the last token never has KV
+                self._on_request(record)
         self.window_end = end
         if totals.asked_since:
             totals.asked += totals.asked_since
@@ -754,8 +861,8 @@ class Metrics:
         window, over_time = self.window_ticks, self._over_time
         over_time.sum_up()
         ticks_at = over_time.ticks_at
-        levels = sorted(ticks_at)
-        block_ticks = sum(used * ticks_at[used] for used in levels)
+        up_to = list(accumulate(ticks_at))
+        block_ticks = sum(map(mul, range(len(ticks_at)), ticks_at))
         held = block_ticks * self._block_slots
         tokens, waste, holes = over_time.tokens, over_time.waste, over_time.holes
 
@@ -764,11 +871,9 @@ class Metrics:
 
         def level(percent: int) -> float | None:
             """The smallest utilization such that the time at or below it reaches the percentage of W."""
-            sums = accumulate(ticks_at[used] for used in levels)
-            reached = (u for u, ticks in zip(levels, sums, strict=True) if 100 * ticks >= percent * window)
-            return next(reached) / self.usable_blocks if window else None
+            return bisect_left(up_to, -(-percent * window // 100)) / self.usable_blocks if window else None
 
-        peak = levels[-1] if levels else 0
+        peak = bisect_left(up_to, up_to[-1])
         return KvFigures(
             num_gpu_blocks=self.num_gpu_blocks,
             block_size=self.block_size,

@@ -421,8 +421,8 @@ def test_without_seconds_times_are_unknown_and_counts_are_not() -> None:
 # Percentiles
 
 
-def summary(values: list[float], ends: list[int]) -> Summary:
-    return Summary([(values, ends)], sum(values), values[-1], exact=True)
+def summary(*values: float) -> Summary:
+    return Summary(values.__getitem__, len(values), sum(values), values[-1], exact=True)
 
 
 @pytest.mark.parametrize(
@@ -431,17 +431,17 @@ def summary(values: list[float], ends: list[int]) -> Summary:
 )
 def test_percentiles_lie_between_order_statistics(percent: int, value: float) -> None:
     # Places 0, 1, 2 hold 10, 20, 30; p percent lies at place 2 p / 100.
-    assert summary([10, 20, 30], [1, 2, 3]).percentile(percent) == value
+    assert summary(10, 20, 30).percentile(percent) == value
 
 
 def test_repeated_values_take_a_place_each() -> None:
     # 10, 20, 20, 20: p25 at place 0.75: 17.5; p50 at 1.5: between two of 20.
-    assert summary([10, 20], [1, 4]).percentile(25) == 17.5
-    assert summary([10, 20], [1, 4]).percentile(50) == 20
+    assert summary(10, 20, 20, 20).percentile(25) == 17.5
+    assert summary(10, 20, 20, 20).percentile(50) == 20
 
 
 def test_the_percentile_of_one_value_is_that_value() -> None:
-    assert summary([7], [1]).percentile(99) == 7
+    assert summary(7).percentile(99) == 7
 
 
 @pytest.mark.parametrize(("tokens", "value"), [(1, None), (2, 30), (4, 10)])

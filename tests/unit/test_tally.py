@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvplan.core.tally import _LOOSE, SKETCH_ERROR, Counts, Summary, Values
+from kvplan.core.tally import _LOOSE, SKETCH_ERROR, Counts, Values
 
 WHOLE = st.integers(0, 10**15)
 COUNTS = st.integers(1, 9) | st.integers(2**20 - 2, 2**20 + 2)
@@ -74,15 +74,16 @@ def test_much_that_was_counted_is_packed_and_stays_exact() -> None:
     for value in range(2 * _LOOSE + 2):
         kept.add(value % (_LOOSE + 1), 2)
     assert len(kept._loose) <= _LOOSE
-    kept.add_all(range(1, _LOOSE + 1), 4)
-    assert len(kept._ranges) <= _LOOSE
+    for first in range(1, _LOOSE + 1, 4):
+        kept.add_row(first, 1, 4, 4)
+    assert len(kept._loose_rows) <= _LOOSE
     found = kept.summary()
     assert (found.count, found.largest, found.percentile(50)) == (8 * _LOOSE + 4, _LOOSE, _LOOSE / 2)
 
 
 @given(
     st.lists(
-        st.tuples(st.integers(1, 10**13), st.integers(1, 10**10), st.integers(1, 40), COUNTS),
+        st.tuples(st.integers(1, 10**13), st.integers(0, 10**10), st.integers(1, 40), COUNTS),
         min_size=1,
         max_size=8,
     ),
@@ -94,10 +95,9 @@ def test_values_that_come_in_a_row_are_those_that_come_alone(
 ) -> None:
     alone, together = Counts(limit=limit), Counts(limit=limit)
     for first, growth, steps, count in runs:
-        values = range(first, first + growth * steps, growth)
-        together.add_all(values, count)
-        for value in values:
-            alone.add(value, count)
+        together.add_row(first, growth, steps, count)
+        for step in range(steps):
+            alone.add(first + growth * step, count)
     one, other = alone.summary(), together.summary()
     assert (one.count, one.total, one.largest, one.exact) == (
         other.count,
@@ -108,14 +108,28 @@ def test_values_that_come_in_a_row_are_those_that_come_alone(
     assert one.percentile(percent) == other.percentile(percent)
 
 
-@given(st.lists(st.lists(WHOLE, min_size=1), min_size=1, max_size=5), st.integers(0, 100))
-def test_parts_are_one_set(parts: list[list[int]], percent: int) -> None:
-    distinct = [sorted(set(part)) for part in parts]
-    spread = [value for part in distinct for value in part]
-    found = Summary(
-        [(part, range(1, len(part) + 1)) for part in distinct], sum(spread), max(spread), exact=True
-    )
-    assert found.percentile(percent) == by_hand(spread, percent)
+SMALL = st.integers(1, 60)
+
+
+@given(st.lists(st.tuples(SMALL, st.integers(0, 9), st.integers(1, 12), st.integers(1, 3)), min_size=1))
+def test_percentiles_are_found_with_only_their_surroundings_in_order(
+    rows: list[tuple[int, int, int, int]],
+) -> None:
+    """Rows that lie across each other and alone, packed often and cut until a handful of values is left."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kvplan.core.tally._LOOSE", 10)
+        patch.setattr("kvplan.core.tally._SORTED_AT_ONCE", 3)
+        kept = Counts()
+        spread = []
+        for first, growth, number, count in rows:
+            kept.add_row(first, growth, number, count)
+            kept.add(first + number)
+            spread += [first + growth * step for step in range(number) for _ in range(count)]
+            spread.append(first + number)
+        found = kept.summary()
+        assert (found.count, found.total, found.largest) == (len(spread), sum(spread), max(spread))
+        for percent in (50, 99, 0, 100, 90, 7, 93):
+            assert found.percentile(percent) == by_hand(spread, percent)
 
 
 def test_of_nothing_there_is_no_value() -> None:
@@ -130,10 +144,9 @@ def test_rows_beyond_the_limit_fall_into_the_buckets_of_their_values(first: int,
             kept.add(value)
         assert not kept.summary().exact  # from here on there are buckets only
     for start in range(0, 3000, 700):
-        values = range(first + start * growth, first + (start + 650) * growth, growth)
-        together.add_all(values, 3)
-        for value in values:
-            alone.add(value, 3)
+        together.add_row(first + start * growth, growth, 650, 3)
+        for step in range(start, start + 650):
+            alone.add(first + step * growth, 3)
     one, other = alone.summary(), together.summary()
     assert (one.count, one.total, one.largest) == (other.count, other.total, other.largest)
     for percent in range(101):
@@ -151,13 +164,22 @@ def test_as_many_values_as_the_limit_are_exact() -> None:
 
 @pytest.mark.parametrize("largest", [2**63 - 2, 2**63, 10**30])
 def test_numbers_beyond_64_bits_are_kept_in_buckets(largest: int) -> None:
-    kept, counted, ranges = Values("q"), Counts(), Counts()
+    kept, counted, rows = Values("q"), Counts(), Counts()
     for value in (1000, largest, 2000):
         kept.add(value)
         counted.add(value)
-    ranges.add_all(range(1000, 3000, 1000), 1)
-    ranges.add_all(range(largest, largest + 1), 1)
-    for found in (kept.summary(), counted.summary(), ranges.summary()):
+    rows.add_row(1000, 1000, 2, 1)
+    rows.add_row(largest, 0, 1, 1)
+    for found in (kept.summary(), counted.summary(), rows.summary()):
         assert (found.count, found.total, found.largest) == (3, largest + 3000, largest)
         assert found.exact == (largest < 2**63)
         assert found.percentile(50) == pytest.approx(2000, rel=SKETCH_ERROR)
+
+
+@pytest.mark.parametrize("largest", [2**63 - 2, 2**63])
+def test_a_row_that_ends_beyond_64_bits_makes_buckets(largest: int) -> None:
+    rows = Counts()
+    rows.add_row(largest - 4 * 10**17, 10**17, 5, 2)
+    found = rows.summary()
+    assert (found.count, found.largest, found.exact) == (10, largest, largest < 2**63)
+    assert found.percentile(100) == pytest.approx(largest, rel=SKETCH_ERROR)
