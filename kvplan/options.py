@@ -392,6 +392,13 @@ def size_in_bytes(value: str | int | None, name: str) -> int | None:
 
 #: Origins of options that nobody asked of a run, but that a check file says for all of its checks, or every check has.
 DEFAULTS_OF_FILE, DEFAULT_OF_CHECK = "check file, defaults", "default of a check"
+#: Of flags that were given for several runs at once.
+FOR_ALL_CASES = "given for all cases"
+
+
+def is_of_this_run(name: str, origins: Mapping[str, str]) -> bool:
+    """Whether an option was given for one run alone, so that it must have an effect in it."""
+    return origins.get(name) not in (DEFAULTS_OF_FILE, DEFAULT_OF_CHECK, FOR_ALL_CASES)
 
 
 class Resolver(Generic[Options]):
@@ -419,12 +426,12 @@ class Resolver(Generic[Options]):
 
     def is_asked(self, name: str) -> bool:
         """Whether an option was given for this very run, so that it must have an effect."""
-        value = getattr(self.options, name)
-        return bool(value) and self._origins.get(name) not in (DEFAULTS_OF_FILE, DEFAULT_OF_CHECK)
+        return bool(getattr(self.options, name)) and is_of_this_run(name, self._origins)
 
     def source_of(self, name: str) -> str:
         """Where the value of a given option came from."""
-        return self._origins.get(name, flag(name))
+        origin = self._origins.get(name, FOR_ALL_CASES)
+        return flag(name) if origin == FOR_ALL_CASES else origin
 
     def note(self, name: str, value: object, source: str, *, given: bool = False) -> None:
         """Record a setting that is not chosen but follows from others."""

@@ -551,7 +551,7 @@ def _max_model_len(spec: ModelSpec, rules: EngineRules, resolver: Resolver[Any],
             "only with VLLM_ALLOW_LONG_MAX_MODEL_LEN=1"
         )
         return length
-    if given is None and default < most:
+    if given is None and default < most and any(s.kind == "longrope" for s in spec.position_scalings):
         warnings.append(
             f"the engine starts at the {default:,} tokens before LongRoPE stretches positions; --max-model-len lets "
             f"sequences have up to {most:,}"

@@ -382,12 +382,6 @@ def open_trace(
         raise InputError(
             "step-numbered arrivals have no rate to scale", where="--rate-scale", hint="leave it out"
         )
-    if format == "scenario" and skip_bad_lines:
-        raise InputError(
-            "a scenario is one document: it has no lines to leave out",
-            where="--skip-bad-lines",
-            hint="leave it out",
-        )
     return TraceStream(
         lines.name,
         format,

@@ -810,6 +810,8 @@ class Metrics:
                 if self._has_goals:
                     totals.good += self._meets(record, self.slo)
             if self._on_request is not None:
+                record.decodes = False
+                record.last_token = end
                 record.peak_blocks = self._blocks_for(tokens - 1)  # the last token never has KV
                 self._on_request(record)
         self.window_end = end

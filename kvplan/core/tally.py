@@ -118,7 +118,11 @@ class _Buckets:
             middles, counts = [0.0, *middles], [self._zeros, *counts]
         ends = list(accumulate(counts))
         return Summary(
-            lambda place: middles[bisect_right(ends, place)], ends[-1], self._total, self._largest, exact=False
+            lambda place: middles[bisect_right(ends, place)],
+            ends[-1],
+            self._total,
+            self._largest,
+            exact=False,
         )
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from kvplan.errors import DoesNotFit, InputError, unknown_name
 from kvplan.jobs.simulate import SimulateResult, Simulation
-from kvplan.options import SimulateOptions, flag, json_value, read_option
+from kvplan.options import FOR_ALL_CASES, SimulateOptions, flag, json_value, read_option
 
 Changes = Mapping[str, object]
 
@@ -261,14 +261,15 @@ class _Planned:
 
 def _planned(source: str, options: SimulateOptions, changes: Changes) -> _Planned:
     """The run with its own settings; a number of blocks follows the block size, so that the bytes stay."""
-    origins: dict[str, str] = {}
+    origins = {name: FOR_ALL_CASES for name in _OPTIONS if getattr(options, name) is not None}
     merged = options.but({})
     try:
         for name, value in changes.items():
             merged.set_option(name, value)
+            origins.pop(name, None)
         if "block_size" in changes and "num_gpu_blocks_override" not in changes:
             base = options.but({name: value for name, value in changes.items() if name != "block_size"})
-            slots = _checked(source, base, {}).given_slots
+            slots = _checked(source, base, origins).given_slots
             if slots is not None and merged.block_size:
                 merged.num_gpu_blocks_override = max(1, slots // merged.block_size)
                 origins["num_gpu_blocks_override"] = f"as many blocks as {slots:,} tokens fill"

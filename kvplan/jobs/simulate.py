@@ -33,6 +33,7 @@ from kvplan.options import (
     SimulateOptions,
     check_options,
     flag,
+    is_of_this_run,
     settings_dict,
 )
 from kvplan.request_rate import offered
@@ -273,12 +274,22 @@ class Simulation:
             samples=options.n,
         )
         try:
+            if (
+                self.trace.scenario
+                and options.skip_bad_lines
+                and is_of_this_run("skip_bad_lines", origins or {})
+            ):
+                raise InputError(
+                    "a scenario is one document: it has no lines to leave out",
+                    where="--skip-bad-lines",
+                    hint="leave it out",
+                )
             self._plan = _plan(self.trace, options, origins, slowdown)
             if num_gpu_blocks is not None:
                 self._plan.config = replace(self._plan.config, num_gpu_blocks=num_gpu_blocks)
             if self.trace.scenario is None:
                 self._plan.config.check()
-            self._warmup = _warmup_ticks(options, self._plan.clock.seconds_per_tick)
+            self._warmup = _warmup_ticks(options, origins or {}, self._plan.clock.seconds_per_tick)
             self._requests = offered(self.trace, options, self._plan.clock.seconds_per_tick)
         except KvplanError:
             self.trace.close()
@@ -828,12 +839,14 @@ def _calibrated(served: Served) -> tuple[ChosenConstants | None, tuple[str, ...]
     return steps.chosen, tuple(f"calibration of {kept.source}: {reason}" for reason in steps.reasons)
 
 
-def _warmup_ticks(options: SimulateOptions, seconds_per_tick: Fraction | None) -> int:
+def _warmup_ticks(
+    options: SimulateOptions, origins: Mapping[str, str], seconds_per_tick: Fraction | None
+) -> int:
     """The warm-up; refuses it, and goals in seconds, where arrivals have none."""
     if seconds_per_tick is not None:
         return int(_exact(options.warmup or 0.0) / seconds_per_tick)
     for name in ("warmup", "slo_ttft", "slo_tpot", "slo_e2e"):
-        if getattr(options, name):
+        if getattr(options, name) and is_of_this_run(name, origins):
             raise InputError(
                 "step-numbered arrivals have no seconds", where=flag(name), hint="give --step-time too"
             )

@@ -469,6 +469,15 @@ def test_a_seed_by_default_is_for_those_checks_that_draw(check: Check) -> None:
     assert "--seed has no effect" in outcome.err
 
 
+def test_goals_and_skipping_by_default_are_for_those_checks_that_have_seconds_and_lines(check: Check) -> None:
+    scenario = f"trace: {GOLDENS / '01_basic.scenario.json'}"
+    defaults = "defaults: {slo_ttft: 2, skip_bad_lines: true}\nchecks:"
+    expect = "preemption_events: 0"
+    assert check(one(expect, subject=scenario).replace("checks:", defaults)).code == 0
+    for asked in ("slo_ttft: 2", "skip_bad_lines: true"):
+        assert check(one(expect, subject=f"{scenario}, {asked}")).code == 2
+
+
 TWO = (
     f"{HEAD}checks:\n"
     "  - name: holds\n    model: llama-2-13b\n    gpu: a100-80gb\n    expect:\n      fits: true\n"

@@ -75,6 +75,14 @@ def test_a_case_that_says_nothing_is_refused(text: str, what: str) -> None:
         parse_case(text)
 
 
+def test_what_all_cases_share_may_be_idle_in_some(trace: str) -> None:
+    cases = [{"request_rate": 4.0}, {"concurrency": 4}]
+    result = compare(trace, cases=cases, seed=3, **SMALL)
+    assert [run.result is not None for run in result.runs] == [True, True]
+    with pytest.raises(InputError, match="--seed has no effect"):
+        compare(trace, cases=[{"request_rate": 4.0}, {"concurrency": 4, "seed": 3}], **SMALL)
+
+
 def test_there_must_be_something_to_compare_and_not_too_much() -> None:
     with pytest.raises(InputError, match="nothing to compare"):
         combinations({}, [])
