@@ -27,11 +27,11 @@ class Livelock:
     A state is kept as a digest of 128 bits.
     """
 
-    __slots__ = ("is_certain", "seen")
+    __slots__ = ("_seen", "is_certain")
 
     def __init__(self) -> None:
-        #: Digests of the states so far; while there are none, nothing need be cleared.
-        self.seen: set[bytes] = set()
+        #: Digests of the states so far.
+        self._seen: set[bytes] = set()
         #: Whether nobody will ever sample a token, unless somebody arrives or is aborted.
         self.is_certain = False
 
@@ -43,10 +43,10 @@ class Livelock:
         for part in state:
             digest.update(f"{part!r},".encode())
         name = digest.digest()
-        self.is_certain = name in self.seen
-        self.seen.add(name)
+        self.is_certain = name in self._seen
+        self._seen.add(name)
 
     def clear(self) -> None:
         """Somebody sampled a token, arrived or was aborted."""
-        self.seen.clear()
+        self._seen.clear()
         self.is_certain = False

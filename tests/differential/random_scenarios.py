@@ -173,6 +173,7 @@ def compare_engines(
         most = (max(1, min(events) - now) if events else LONGEST_RUN) if skip else 1
         turn, step = pair.turn(most)
         assert plain.is_livelocked == fast.is_livelocked
+        assert [s.id for s in plain._outgrown] == [m.id for m in fast._outgrown]
         assert list(plain.live()) == list(fast.live())
         if not events and (plain.is_livelocked or step.is_dead):
             assert plain.why_stuck() == fast.why_stuck()

@@ -151,7 +151,7 @@ class Vllm:
         priority = request.priority if self.config.policy == "priority" else 0
         member = Member(request, (priority, self._num_added), self.config.max_model_len)
         self._num_added += 1
-        if self._livelock.seen:
+        if self._outgrown:
             self._livelock.clear()
         self.blocks.add(member)
         self._live[member.id] = member
@@ -225,8 +225,6 @@ class Vllm:
         run = self.blocks.decode(steps, room, self._ending() if self._in_flight else ())
         if run is None:
             return None
-        if self._livelock.seen:
-            self._livelock.clear()
         run.running, run.waiting = len(self.running), len(self.waiting)
         run.finished = self._stop_decoding()
         if self._queue_size > 1:
@@ -242,6 +240,10 @@ class Vllm:
         before = self._in_flight.popleft()
         self._in_flight.append(_Batch(run.decoders, [], [], list(run.finished)))
         run.sampled, run.started_decoding, run.finished = before.sampled, before.started, before.done
+        if self._outgrown:
+            self._livelock.clear()
+            for member in before.sampled:
+                self._outgrown.pop(member, None)
         self._idle_calls = 0
         self._owes_plan = False
 
@@ -526,9 +528,8 @@ class Vllm:
         for member in batch.done:
             self._finish(member)
         turn.finished = batch.done
-        if self._livelock.seen and batch.outputs:
+        if self._outgrown and batch.outputs:  # some got a token after all
             self._livelock.clear()
-        if self._outgrown:  # some got a token after all
             for member in self._stale.union(batch.sampled):
                 self._outgrown.pop(member, None)
         self._stale.clear()
