@@ -30,6 +30,7 @@ class Livelock:
     __slots__ = ("_seen", "is_certain")
 
     def __init__(self) -> None:
+        #: Digests of the states so far.
         self._seen: set[bytes] = set()
         #: Whether nobody will ever sample a token, unless somebody arrives or is aborted.
         self.is_certain = False
