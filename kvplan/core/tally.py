@@ -171,7 +171,7 @@ class Values:
         self.pack()
         if self._buckets is not None:
             return self._buckets.summary()
-        ordered = sorted(self._packed)
+        ordered = array(self._packed.typecode, sorted(self._packed))  # a list holds on to four times as much
         largest = ordered[-1] if ordered else 0
         return Summary(ordered.__getitem__, len(ordered), sum(ordered), largest, exact=True)
 
