@@ -470,7 +470,7 @@ def test_a_seed_by_default_is_for_those_checks_that_draw(check: Check) -> None:
 
 
 def test_goals_and_skipping_by_default_are_for_those_checks_that_have_seconds_and_lines(check: Check) -> None:
-    scenario = f"trace: {GOLDENS / '01_basic.scenario.json'}"
+    scenario = f"trace: {GOLDENS / '01_no_pressure.scenario.json'}"
     defaults = "defaults: {slo_ttft: 2, skip_bad_lines: true}\nchecks:"
     expect = "preemption_events: 0"
     assert check(one(expect, subject=scenario).replace("checks:", defaults)).code == 0
